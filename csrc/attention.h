@@ -1,0 +1,104 @@
+// THE contract between the torch layer and the kernels: plain structs of pointers, sizes and strides (in elements).
+// No torch, no CUDA. Letters: B batch, H query heads, Hk key/value heads (H % Hk == 0, query head h reads key/value head
+// h / (H/Hk)), Sq/Sk query/key lengths, D query/key head size, Dv value head size. Any size may be 0.
+#pragma once
+#include <cstdint>
+
+#include "dtype.h"
+#include "mask.h"
+#include "philox.h"
+
+namespace mha {
+
+// A 4-d tensor read or written through strides. The last stride is 1 unless the comment at the member says otherwise.
+struct Tensor4 {
+  void* data = nullptr;  // null: absent
+  int64_t stride[4] = {0, 0, 0, 0};
+};
+
+// Scores are softcap(scale * q.k) + bias, masked, then softmax, then dropout. softcap(x) = c * tanh(x / c); c == 0: none.
+// A row that sees no key: out 0, lse -inf, weights 0, no contribution to any gradient. A (query, key) pair that the mask
+// hides contributes nothing anywhere, even when its key, value, query or output gradient holds NaN or Inf.
+struct AttentionProblem {
+  int64_t B = 0, H = 0, Hk = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
+  DType dtype = DType::f32;  // of q, k, v, out, weights and their gradients
+  Tensor4 q;                 // [B,H,Sq,D]
+  Tensor4 k;                 // [B,Hk,Sk,D]
+  Tensor4 v;                 // [B,Hk,Sk,Dv]
+  Tensor4 bias;              // [B,H,Sq,Sk], any strides, 0 broadcasts
+  DType bias_dtype = DType::f32;  // dtype, or the accumulate type
+  Mask mask;
+  double scale = 1, softcap = 0;
+  Dropout dropout;
+};
+
+struct AttentionForward : AttentionProblem {
+  Tensor4 out;          // [B,H,Sq,Dv]
+  void* lse = nullptr;  // [B,H,Sq] contiguous, accumulate type: natural log of the softmax denominator (before dropout)
+  Tensor4 weights;      // [B,H,Sq,Sk] contiguous, after dropout; absent unless asked for. Every element is written
+};
+
+struct AttentionBackward : AttentionProblem {
+  Tensor4 dout;              // [B,H,Sq,Dv]
+  Tensor4 out;               // [B,H,Sq,Dv]
+  const void* lse = nullptr;   // [B,H,Sq] contiguous, as forward wrote it
+  const void* dlse = nullptr;  // [B,H,Sq] contiguous, accumulate type, or null: gradient of lse (the torch layer also
+                               // folds -rowsum(weights * dweights) into it)
+  Tensor4 dweights;          // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
+  Tensor4 dq;                // [B,H,Sq,D]   every element is written
+  Tensor4 dk;                // [B,Hk,Sk,D]
+  Tensor4 dv;                // [B,Hk,Sk,Dv]
+  Tensor4 dbias;             // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
+                             // others (sums over them, in a fixed order); absent unless asked for. Starts out zeroed
+};
+
+// Softmax over the last dimension of scores * scale + bias, masked; then dropout.
+struct MaskedSoftmaxProblem {
+  int64_t B = 0, H = 0, Sq = 0, Sk = 0;
+  DType dtype = DType::f32;  // of scores, out and their gradients
+  Tensor4 scores;            // [B,H,Sq,Sk] any strides
+  Tensor4 bias;              // [B,H,Sq,Sk] any strides, 0 broadcasts
+  DType bias_dtype = DType::f32;
+  Mask mask;
+  double scale = 1;
+  Dropout dropout;
+};
+
+struct MaskedSoftmaxForward : MaskedSoftmaxProblem {
+  Tensor4 out;          // [B,H,Sq,Sk] last stride 1; every element is written
+  void* lse = nullptr;  // [B,H,Sq] contiguous, accumulate type
+};
+
+struct MaskedSoftmaxBackward : MaskedSoftmaxProblem {
+  Tensor4 dout;              // [B,H,Sq,Sk] any strides
+  const void* lse = nullptr;   // as forward wrote it
+  Tensor4 dscores;           // [B,H,Sq,Sk] last stride 1; every element is written
+  Tensor4 dbias;             // as in AttentionBackward
+};
+
+// [B,S,H*D] -> [B,H,S,D]: out[b,h,s,d] = in[b,s,h*D+d] (+ bias[h*D+d])
+struct SplitHeads {
+  int64_t B = 0, H = 0, S = 0, D = 0;
+  DType dtype = DType::f32;
+  Tensor4 in;                  // viewed as [B,H,S,D]: in.stride[1] == D * in.stride[3]; any strides
+  Tensor4 out;                 // [B,H,S,D] contiguous
+  const void* bias = nullptr;  // [H*D] contiguous, or null
+};
+
+// [B,H,S,D] -> [B,S,H*D]: out[b,s,g*D+d] = sum_h in[b,h,s,d] * mix[h,g]; without mix, in[b,g,s,d]
+struct MergeHeads {
+  int64_t B = 0, H = 0, S = 0, D = 0;
+  DType dtype = DType::f32;
+  Tensor4 in;                 // [B,H,S,D] any strides
+  Tensor4 out;                // [B,S,H*D] contiguous, viewed as [B,H,S,D]
+  const void* mix = nullptr;  // [H,H] contiguous, or null
+};
+
+// out[b,h,i,j] = 1 where dropout keeps the weight
+struct DropoutMask {
+  int64_t B = 0, H = 0, Sq = 0, Sk = 0;
+  Dropout dropout;
+  uint8_t* out = nullptr;  // [B,H,Sq,Sk] contiguous
+};
+
+}  // namespace mha

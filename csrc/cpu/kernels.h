@@ -1,0 +1,40 @@
+// The CPU kernels as a table per instruction set. Each isa_*.cpp exports one such table; isa.h chooses among them.
+#pragma once
+#include <cstddef>
+
+#include "../attention.h"
+
+namespace mha::cpu {
+
+// How a kernel runs tasks in parallel; the torch layer backs it with torch's thread pool, tests with their own.
+struct Threads {
+  int count = 1;  // at most this many calls of body run at once
+  // Calls body(context, thread) once for each thread in [0, count), possibly at the same time. Kernels share out their
+  // tasks among the threads with an atomic counter. An exception in body reaches the caller of run.
+  void (*run)(int count, void (*body)(void* context, int thread), void* context) = nullptr;
+};
+
+// workspace: at least the *_workspace(problem, threads.count) bytes, 64-byte aligned, uninitialised.
+struct Kernels {
+  const char* isa;
+  void (*attention_fwd)(const AttentionForward&, const Threads&, void* workspace);
+  std::size_t (*attention_fwd_workspace)(const AttentionForward&, int threads);
+  void (*attention_bwd)(const AttentionBackward&, const Threads&, void* workspace);
+  std::size_t (*attention_bwd_workspace)(const AttentionBackward&, int threads);
+  void (*masked_softmax_fwd)(const MaskedSoftmaxForward&, const Threads&);
+  void (*masked_softmax_bwd)(const MaskedSoftmaxBackward&, const Threads&);
+  void (*split_heads)(const SplitHeads&, const Threads&);
+  void (*merge_heads)(const MergeHeads&, const Threads&);
+  void (*dropout_mask)(const DropoutMask&, const Threads&);
+};
+
+const Kernels& kernels_scalar();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_bf16();  // avx512 with bf16 dot products
+
+// The table in use: the best that this machine runs, or the one named by MHA_EXT_CPU_ISA. Throws std::runtime_error, in
+// one sentence, when the named one is unknown or absent from this machine.
+const Kernels& kernels();
+
+}  // namespace mha::cpu
