@@ -1,6 +1,6 @@
 // THE contract between the torch layer and the kernels: plain structs of pointers, sizes and strides (in elements).
-// No torch, no CUDA. Letters: B batch, H query heads, Hk key/value heads (H % Hk == 0, query head h reads key/value head
-// h / (H/Hk)), Sq/Sk query/key lengths, D query/key head size, Dv value head size. Any size may be 0.
+// No torch, no CUDA. Letters: B batch, H query heads, Hk key/value heads (H % Hk == 0, query head h reads key/value
+// head h / (H/Hk)), Sq/Sk query/key lengths, D query/key head size, Dv value head size. Any size may be 0.
 #pragma once
 #include <cstdint>
 
@@ -16,16 +16,16 @@ struct Tensor4 {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
-// Scores are softcap(scale * q.k) + bias, masked, then softmax, then dropout. softcap(x) = c * tanh(x / c); c == 0: none.
-// A row that sees no key: out 0, lse -inf, weights 0, no contribution to any gradient. A (query, key) pair that the mask
-// hides contributes nothing anywhere, even when its key, value, query or output gradient holds NaN or Inf.
+// Scores are softcap(scale * q.k) + bias, masked, then softmax, then dropout. softcap(x) = c * tanh(x / c); c == 0:
+// none. A row that sees no key: out 0, lse -inf, weights 0, no contribution to any gradient. A (query, key) pair that
+// the mask hides contributes nothing anywhere, even when its key, value, query or output gradient holds NaN or Inf.
 struct AttentionProblem {
   int64_t B = 0, H = 0, Hk = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
-  DType dtype = DType::f32;  // of q, k, v, out, weights and their gradients
-  Tensor4 q;                 // [B,H,Sq,D]
-  Tensor4 k;                 // [B,Hk,Sk,D]
-  Tensor4 v;                 // [B,Hk,Sk,Dv]
-  Tensor4 bias;              // [B,H,Sq,Sk], any strides, 0 broadcasts
+  DType dtype = DType::f32;       // of q, k, v, out, weights and their gradients
+  Tensor4 q;                      // [B,H,Sq,D]
+  Tensor4 k;                      // [B,Hk,Sk,D]
+  Tensor4 v;                      // [B,Hk,Sk,Dv]
+  Tensor4 bias;                   // [B,H,Sq,Sk], any strides, 0 broadcasts
   DType bias_dtype = DType::f32;  // dtype, or the accumulate type
   Mask mask;
   double scale = 1, softcap = 0;
@@ -39,17 +39,17 @@ struct AttentionForward : AttentionProblem {
 };
 
 struct AttentionBackward : AttentionProblem {
-  Tensor4 dout;              // [B,H,Sq,Dv]
-  Tensor4 out;               // [B,H,Sq,Dv]
+  Tensor4 dout;                // [B,H,Sq,Dv]
+  Tensor4 out;                 // [B,H,Sq,Dv]
   const void* lse = nullptr;   // [B,H,Sq] contiguous, as forward wrote it
   const void* dlse = nullptr;  // [B,H,Sq] contiguous, accumulate type, or null: gradient of lse (the torch layer also
                                // folds -rowsum(weights * dweights) into it)
-  Tensor4 dweights;          // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
-  Tensor4 dq;                // [B,H,Sq,D]   every element is written
-  Tensor4 dk;                // [B,Hk,Sk,D]
-  Tensor4 dv;                // [B,Hk,Sk,Dv]
-  Tensor4 dbias;             // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
-                             // others (sums over them, in a fixed order); absent unless asked for. Starts out zeroed
+  Tensor4 dweights;            // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
+  Tensor4 dq;                  // [B,H,Sq,D]   every element is written
+  Tensor4 dk;                  // [B,Hk,Sk,D]
+  Tensor4 dv;                  // [B,Hk,Sk,Dv]
+  Tensor4 dbias;  // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
+                  // others (sums over them, in a fixed order); absent unless asked for. Starts out zeroed
 };
 
 // Softmax over the last dimension of scores * scale + bias, masked; then dropout.
@@ -70,10 +70,10 @@ struct MaskedSoftmaxForward : MaskedSoftmaxProblem {
 };
 
 struct MaskedSoftmaxBackward : MaskedSoftmaxProblem {
-  Tensor4 dout;              // [B,H,Sq,Sk] any strides
-  const void* lse = nullptr;   // as forward wrote it
-  Tensor4 dscores;           // [B,H,Sq,Sk] last stride 1; every element is written
-  Tensor4 dbias;             // as in AttentionBackward
+  Tensor4 dout;               // [B,H,Sq,Sk] any strides
+  const void* lse = nullptr;  // as forward wrote it
+  Tensor4 dscores;            // [B,H,Sq,Sk] last stride 1; every element is written
+  Tensor4 dbias;              // as in AttentionBackward
 };
 
 // [B,S,H*D] -> [B,H,S,D]: out[b,h,s,d] = in[b,s,h*D+d] (+ bias[h*D+d])

@@ -1,0 +1,178 @@
+// The ops, written once over a backend: a struct whose static functions launch the kernels of one device.
+#pragma once
+#include <tuple>
+
+#include "problems.h"
+
+namespace mha::torch_layer {
+
+#define MHA_MASK_PARAMETERS                                                                                     \
+  OptionalTensor bias, OptionalTensor mask, OptionalTensor begin, OptionalTensor end, OptionalTensor query_ids, \
+      OptionalTensor key_ids, std::optional<int64_t> left, std::optional<int64_t> right, bool top_left
+#define MHA_MODIFIERS \
+  Modifiers { bias, mask, begin, end, query_ids, key_ids, left, right, top_left, dropout_p, rng_state }
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS, double scale,
+                                                 double softcap, double dropout_p, OptionalTensor rng_state,
+                                                 bool return_weights) {
+  AttentionForward p;
+  AttentionInputs in = attention_inputs(q, k, v);
+  fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
+  Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q);
+  Tensor weights = empty(return_weights ? Sizes{p.B, p.H, p.Sq, p.Sk} : Sizes{0}, q.scalar_type(), q);
+  p.out = view4(out);
+  p.lse = lse.data_ptr();
+  if (return_weights) p.weights = view4(weights);
+  Backend::attention_fwd(p, q);
+  return {out, lse, weights};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTensor dlse, OptionalTensor dweights,
+                                                         Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                                         MHA_MASK_PARAMETERS, double scale, double softcap,
+                                                         double dropout_p, OptionalTensor rng_state, bool need_dbias) {
+  AttentionBackward p;
+  AttentionInputs in = attention_inputs(q, k, v);
+  fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
+  Tensor dout_unit = unit_last_stride(dout), out_unit = unit_last_stride(out);
+  for (auto [t, name] : {std::pair{&dout_unit, "dout"}, std::pair{&out_unit, "out"}}) {
+    check_shape(*t, name, {p.B, p.H, p.Sq, p.Dv});
+    check_device(*t, name, q, "q");
+    check(t->scalar_type() == q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
+  }
+  ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
+  auto row_statistic = [&](const Tensor& t, const char* name) {
+    check_shape(t, name, {p.B, p.H, p.Sq});
+    check_device(t, name, q, "q");
+    check(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+          "; the op accepts ", torch::headeronly::toString(accumulate), ".");
+    in.keep.push_back(torch::stable::contiguous(t));
+    return in.keep.back().data_ptr();
+  };
+  p.dout = view4(dout_unit), p.out = view4(out_unit);
+  p.lse = row_statistic(lse, "lse");
+  if (dlse) p.dlse = row_statistic(*dlse, "dlse");
+  if (dweights) {
+    check_shape(*dweights, "dweights", {p.B, p.H, p.Sq, p.Sk});
+    check_device(*dweights, "dweights", q, "q");
+    check(dweights->scalar_type() == q.scalar_type(), "dweights and q have different dtypes; pass one.");
+    p.dweights = view4(*dweights);
+  }
+  Tensor dq = empty_in_order_of(q, p.D), dk = empty_in_order_of(k, p.D), dv = empty_in_order_of(v, p.Dv);
+  p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
+  check(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
+  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, q);
+  Backend::attention_bwd(p, q);
+  return {dq, dk, dv, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor> masked_softmax_fwd(Tensor scores, MHA_MASK_PARAMETERS, double scale, double dropout_p,
+                                              OptionalTensor rng_state) {
+  MaskedSoftmaxForward p;
+  std::vector<Tensor> keep;
+  fill_softmax(p, scores, MHA_MODIFIERS, scale, keep);
+  Tensor out = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores), lse = empty_lse(scores);
+  p.out = view4(out);
+  p.lse = lse.data_ptr();
+  Backend::masked_softmax_fwd(p, scores);
+  return {out, lse};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, MHA_MASK_PARAMETERS, double scale,
+                                              double dropout_p, OptionalTensor rng_state, bool need_dbias) {
+  MaskedSoftmaxBackward p;
+  std::vector<Tensor> keep;
+  fill_softmax(p, scores, MHA_MODIFIERS, scale, keep);
+  check_shape(dout, "dout", {p.B, p.H, p.Sq, p.Sk});
+  check_device(dout, "dout", scores, "scores");
+  check_shape(lse, "lse", {p.B, p.H, p.Sq});
+  check_device(lse, "lse", scores, "scores");
+  ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
+  check(dout.scalar_type() == scores.scalar_type() && lse.scalar_type() == accumulate, "dout and lse have dtypes ",
+        torch::headeronly::toString(dout.scalar_type()), " and ", torch::headeronly::toString(lse.scalar_type()),
+        "; the op accepts those of forward: ", torch::headeronly::toString(scores.scalar_type()), " and ",
+        torch::headeronly::toString(accumulate), ".");
+  keep.push_back(torch::stable::contiguous(lse));
+  p.lse = keep.back().data_ptr();
+  p.dout = view4(dout);
+  Tensor dscores = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores);
+  p.dscores = view4(dscores);
+  check(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
+  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, scores);
+  Backend::masked_softmax_bwd(p, scores);
+  return {dscores, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
+}
+
+template <class Backend>
+Tensor split_heads(Tensor x, int64_t num_heads, OptionalTensor bias) {
+  check(x.dim() == 3 && num_heads > 0 && x.size(2) % num_heads == 0, "x has shape ", shape_text(x),
+        " and num_heads is ", num_heads, "; the op accepts [B,S,num_heads*D].");
+  SplitHeads p;
+  p.B = x.size(0), p.S = x.size(1), p.H = num_heads, p.D = x.size(2) / num_heads;
+  p.dtype = dtype_of(x, "x");
+  p.in.data = x.data_ptr();
+  p.in.stride[0] = x.stride(0), p.in.stride[2] = x.stride(1), p.in.stride[3] = x.stride(2);
+  p.in.stride[1] = p.D * x.stride(2);
+  Tensor bias_contiguous = bias ? torch::stable::contiguous(*bias) : Tensor();
+  if (bias) {
+    check_shape(*bias, "bias", {p.H * p.D});
+    check_device(*bias, "bias", x, "x");
+    check(bias->scalar_type() == x.scalar_type(), "bias and x have different dtypes; the op accepts one.");
+    p.bias = bias_contiguous.data_ptr();
+  }
+  Tensor out = empty({p.B, p.H, p.S, p.D}, x.scalar_type(), x);
+  p.out = view4(out);
+  Backend::split_heads(p, x);
+  return out;
+}
+
+template <class Backend>
+Tensor merge_heads(Tensor x, OptionalTensor mix) {
+  check(x.dim() == 4, "x has shape ", shape_text(x), "; the op accepts [B,H,S,D].");
+  MergeHeads p;
+  p.B = x.size(0), p.H = x.size(1), p.S = x.size(2), p.D = x.size(3);
+  p.dtype = dtype_of(x, "x");
+  p.in = view4(x);
+  Tensor mix_contiguous = mix ? torch::stable::contiguous(*mix) : Tensor();
+  if (mix) {
+    check_shape(*mix, "mix", {p.H, p.H});
+    check_device(*mix, "mix", x, "x");
+    check(mix->scalar_type() == x.scalar_type(), "mix and x have different dtypes; the op accepts one.");
+    p.mix = mix_contiguous.data_ptr();
+  }
+  Tensor out = empty({p.B, p.S, p.H * p.D}, x.scalar_type(), x);
+  p.out.data = out.data_ptr();
+  p.out.stride[0] = p.S * p.H * p.D, p.out.stride[1] = p.D, p.out.stride[2] = p.H * p.D, p.out.stride[3] = 1;
+  Backend::merge_heads(p, x);
+  return out;
+}
+
+template <class Backend>
+Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64_t Sq, int64_t Sk) {
+  check(p_drop >= 0 && p_drop <= 1, "p is ", p_drop, "; it must lie in [0, 1].");
+  check(B >= 0 && H >= 0 && Sq >= 0 && Sk >= 0, "B, H, Sq, Sk are ", B, ", ", H, ", ", Sq, ", ", Sk,
+        "; sizes must not be negative.");
+  check_shape(rng_state, "rng_state", {2});
+  Tensor state = torch::stable::contiguous(rng_state);
+  DropoutMask p{B, H, Sq, Sk, {p_drop, int64_data(state, "rng_state", rng_state)}, nullptr};
+  Tensor out = empty({B, H, Sq, Sk}, ScalarType::Bool, rng_state);
+  p.out = static_cast<uint8_t*>(out.data_ptr());
+  Backend::dropout_mask(p, rng_state);
+  return out;
+}
+
+// Registers all ops for Backend; use inside STABLE_TORCH_LIBRARY_IMPL.
+#define MHA_REGISTER_OPS(m, Backend)                                                       \
+  m.impl("attention_fwd", TORCH_BOX(&mha::torch_layer::attention_fwd<Backend>));           \
+  m.impl("attention_bwd", TORCH_BOX(&mha::torch_layer::attention_bwd<Backend>));           \
+  m.impl("masked_softmax_fwd", TORCH_BOX(&mha::torch_layer::masked_softmax_fwd<Backend>)); \
+  m.impl("masked_softmax_bwd", TORCH_BOX(&mha::torch_layer::masked_softmax_bwd<Backend>)); \
+  m.impl("split_heads", TORCH_BOX(&mha::torch_layer::split_heads<Backend>));               \
+  m.impl("merge_heads", TORCH_BOX(&mha::torch_layer::merge_heads<Backend>));               \
+  m.impl("dropout_mask", TORCH_BOX(&mha::torch_layer::dropout_mask<Backend>))
+
+}  // namespace mha::torch_layer

@@ -1,0 +1,158 @@
+// Builds the problem structs of the contract from op arguments, with every check. Shared by the CPU and the CUDA ops.
+#pragma once
+#include "tensors.h"
+
+namespace mha::torch_layer {
+
+// The mask, bias and dropout arguments that the attention and softmax ops have in common.
+struct Modifiers {
+  OptionalTensor bias, mask, begin, end, query_ids, key_ids;
+  std::optional<int64_t> left, right;
+  bool top_left;
+  double dropout_p;
+  OptionalTensor rng_state;
+};
+
+struct ScoreShape {
+  int64_t B, H, Sq, Sk;
+};
+
+inline const int64_t* int64_data(const Tensor& t, const char* name, const Tensor& like) {
+  check(t.scalar_type() == ScalarType::Long, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+        "; the op accepts int64.");
+  check_device(t, name, like, "the scores' tensors");
+  return static_cast<const int64_t*>(t.const_data_ptr());
+}
+
+inline void fill_interval(const OptionalTensor& t, const char* name, ScoreShape n, const Tensor& like,
+                          const int64_t*& data, int64_t& stride_b, int64_t& stride_q) {
+  if (!t) return;
+  check_shape(*t, name, {kOneOr + n.B, kOneOr + n.Sq});
+  data = int64_data(*t, name, like);
+  stride_b = t->size(0) == 1 ? 0 : t->stride(0);
+  stride_q = t->size(1) == 1 ? 0 : t->stride(1);
+}
+
+// Ids keep unit stride along the sequence; copies them where they have another. The copies live in `keep`.
+inline void fill_ids(const OptionalTensor& t, const char* name, int64_t B, int64_t S, const Tensor& like,
+                     std::vector<Tensor>& keep, const int64_t*& data, int64_t& stride_b) {
+  check_shape(*t, name, {kOneOr + B, S});
+  keep.push_back(unit_last_stride(*t));
+  data = int64_data(keep.back(), name, like);
+  stride_b = keep.back().size(0) == 1 ? 0 : keep.back().stride(0);
+}
+
+inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
+  Mask mask;
+  int64_t diagonal = n.Sk - n.Sq;
+  // Limits beyond any length act as none; clamping keeps the sums below from overflowing.
+  auto clamp = [](int64_t x) { return std::clamp<int64_t>(x, -kNoLimit, kNoLimit); };
+  if (m.left) mask.band_lo = diagonal - clamp(*m.left);
+  if (m.right) mask.band_hi = diagonal + clamp(*m.right);
+  if (m.top_left) mask.band_hi = std::min<int64_t>(mask.band_hi, 0);
+  fill_interval(m.begin, "begin", n, like, mask.begin, mask.begin_stride_b, mask.begin_stride_q);
+  fill_interval(m.end, "end", n, like, mask.end, mask.end_stride_b, mask.end_stride_q);
+  check(m.query_ids.has_value() == m.key_ids.has_value(),
+        "one of query_ids and key_ids is missing; the op accepts both or neither.");
+  if (m.query_ids) {
+    fill_ids(m.query_ids, "query_ids", n.B, n.Sq, like, keep, mask.query_ids, mask.query_ids_stride_b);
+    fill_ids(m.key_ids, "key_ids", n.B, n.Sk, like, keep, mask.key_ids, mask.key_ids_stride_b);
+  }
+  if (m.mask) {
+    check_shape(*m.mask, "mask", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
+    check(m.mask->scalar_type() == ScalarType::Bool, "mask has dtype ",
+          torch::headeronly::toString(m.mask->scalar_type()), "; the op accepts bool, True = attend.");
+    check_device(*m.mask, "mask", like, "the scores' tensors");
+    Tensor4 v = view4(*m.mask, true);
+    mask.dense = static_cast<const uint8_t*>(v.data);
+    mask.dense_stride_b = v.stride[0], mask.dense_stride_h = v.stride[1];
+    mask.dense_stride_q = v.stride[2], mask.dense_stride_k = v.stride[3];
+  }
+  return mask;
+}
+
+// Fills what AttentionProblem and MaskedSoftmaxProblem have in common.
+template <class Problem>
+void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
+  p.mask = build_mask(m, n, like, keep);
+  if (m.bias) {
+    check_shape(*m.bias, "bias", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
+    check_device(*m.bias, "bias", like, "the scores' tensors");
+    p.bias_dtype = dtype_of(*m.bias, "bias");
+    check(p.bias_dtype == p.dtype || p.bias_dtype == accumulate_type(p.dtype), "bias has dtype ",
+          torch::headeronly::toString(m.bias->scalar_type()), "; the op accepts ",
+          torch::headeronly::toString(scalar_type_of(p.dtype)), " or ",
+          torch::headeronly::toString(scalar_type_of(accumulate_type(p.dtype))), ".");
+    p.bias = view4(*m.bias, true);
+  }
+  check(m.dropout_p >= 0 && m.dropout_p <= 1, "dropout_p is ", m.dropout_p, "; it must lie in [0, 1].");
+  p.dropout.p = m.dropout_p;
+  if (m.dropout_p > 0) {
+    check(m.rng_state.has_value(), "dropout_p is ", m.dropout_p, " but rng_state is missing; pass int64[2].");
+    check_shape(*m.rng_state, "rng_state", {2});
+    keep.push_back(torch::stable::contiguous(*m.rng_state));
+    p.dropout.rng_state = int64_data(keep.back(), "rng_state", like);
+  }
+}
+
+// Inputs with unit stride in the last dimension; `keep` holds copies alive until the kernel has run.
+struct AttentionInputs {
+  Tensor q, k, v;
+  std::vector<Tensor> keep;
+};
+
+inline AttentionInputs attention_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
+  check(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k), ", ",
+        shape_text(v), "; the op accepts [B,H,S,D] tensors.");
+  check(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k, v have dtypes ",
+        torch::headeronly::toString(q.scalar_type()), ", ", torch::headeronly::toString(k.scalar_type()), ", ",
+        torch::headeronly::toString(v.scalar_type()), "; the op accepts one dtype for all three.");
+  check_device(k, "k", q, "q");
+  check_device(v, "v", q, "q");
+  int64_t B = q.size(0), H = q.size(1), Hk = k.size(1);
+  check(Hk > 0 ? H % Hk == 0 : H == 0, "q has ", H, " heads and k has ", Hk,
+        "; the number of query heads must be a multiple of the number of key/value heads.");
+  check_shape(k, "k", {B, Hk, -1, q.size(3)});
+  check_shape(v, "v", {B, Hk, k.size(2), -1});
+  return {unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), {}};
+}
+
+inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modifiers& m, double scale, double softcap) {
+  p.B = in.q.size(0), p.H = in.q.size(1), p.Hk = in.k.size(1);
+  p.Sq = in.q.size(2), p.Sk = in.k.size(2), p.D = in.q.size(3), p.Dv = in.v.size(3);
+  p.dtype = dtype_of(in.q, "q");
+  p.q = view4(in.q), p.k = view4(in.k), p.v = view4(in.v);
+  p.scale = scale;
+  check(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
+  p.softcap = softcap;
+  fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
+}
+
+inline void fill_softmax(MaskedSoftmaxProblem& p, const Tensor& scores, const Modifiers& m, double scale,
+                         std::vector<Tensor>& keep) {
+  check_shape(scores, "scores", {-1, -1, -1, -1});
+  p.B = scores.size(0), p.H = scores.size(1), p.Sq = scores.size(2), p.Sk = scores.size(3);
+  p.dtype = dtype_of(scores, "scores");
+  p.scores = view4(scores);
+  p.scale = scale;
+  fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, scores, keep);
+}
+
+inline Tensor empty_lse(const Tensor& q) {
+  return empty({q.size(0), q.size(1), q.size(2)}, scalar_type_of(accumulate_type(dtype_of(q, "q"))), q);
+}
+
+// The zeroed sum of the bias gradient in the accumulate type, and its view.
+inline Tensor zeros_dbias(const Tensor& bias, DType accumulate, Tensor4& view) {
+  Sizes sizes(bias.sizes().begin(), bias.sizes().end());
+  Tensor sum = empty(sizes, scalar_type_of(accumulate), bias);
+  torch::stable::zero_(sum);
+  view = view4(sum, true);
+  return sum;
+}
+
+inline Tensor as_dtype_of(const Tensor& t, const Tensor& like) {
+  return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+}
+
+}  // namespace mha::torch_layer

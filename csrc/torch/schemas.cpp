@@ -1,0 +1,24 @@
+// The ops' schemas: the one place that names their arguments.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+STABLE_TORCH_LIBRARY(mha_ext, m) {
+  const std::string mask =
+      "Tensor? bias, Tensor? mask, Tensor? begin, Tensor? end, Tensor? query_ids, Tensor? key_ids, int? left, "
+      "int? right, bool top_left, ";
+  const std::string dropout = "float dropout_p, Tensor? rng_state";
+  auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
+  def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + "float scale, float softcap, " + dropout +
+      ", bool return_weights) -> (Tensor out, Tensor lse, Tensor weights)");
+  def("attention_bwd(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
+      "lse, " +
+      mask + "float scale, float softcap, " + dropout +
+      ", bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+  def("masked_softmax_fwd(Tensor scores, " + mask + "float scale, " + dropout + ") -> (Tensor out, Tensor lse)");
+  def("masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, " + mask + "float scale, " + dropout +
+      ", bool need_dbias) -> (Tensor dscores, Tensor dbias)");
+  def("split_heads(Tensor x, int num_heads, Tensor? bias=None) -> Tensor");
+  def("merge_heads(Tensor x, Tensor? mix=None) -> Tensor");
+  def("dropout_mask(Tensor rng_state, float p, SymInt B, SymInt H, SymInt Sq, SymInt Sk) -> Tensor");
+}
