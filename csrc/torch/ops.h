@@ -40,14 +40,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTe
   for (auto [t, name] : {std::pair{&dout_unit, "dout"}, std::pair{&out_unit, "out"}}) {
     check_shape(*t, name, {p.B, p.H, p.Sq, p.Dv});
     check_device(*t, name, q, "q");
-    check(t->scalar_type() == q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
+    MHA_CHECK(t->scalar_type() == q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
   }
   ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
   auto row_statistic = [&](const Tensor& t, const char* name) {
     check_shape(t, name, {p.B, p.H, p.Sq});
     check_device(t, name, q, "q");
-    check(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
-          "; the op accepts ", torch::headeronly::toString(accumulate), ".");
+    MHA_CHECK(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+              "; the op accepts ", torch::headeronly::toString(accumulate), ".");
     in.keep.push_back(torch::stable::contiguous(t));
     return in.keep.back().data_ptr();
   };
@@ -57,12 +57,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTe
   if (dweights) {
     check_shape(*dweights, "dweights", {p.B, p.H, p.Sq, p.Sk});
     check_device(*dweights, "dweights", q, "q");
-    check(dweights->scalar_type() == q.scalar_type(), "dweights and q have different dtypes; pass one.");
+    MHA_CHECK(dweights->scalar_type() == q.scalar_type(), "dweights and q have different dtypes; pass one.");
     p.dweights = view4(*dweights);
   }
   Tensor dq = empty_in_order_of(q, p.D), dk = empty_in_order_of(k, p.D), dv = empty_in_order_of(v, p.Dv);
   p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
-  check(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
+  MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
   Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, q);
   Backend::attention_bwd(p, q);
   return {dq, dk, dv, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
@@ -92,16 +92,16 @@ std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor
   check_shape(lse, "lse", {p.B, p.H, p.Sq});
   check_device(lse, "lse", scores, "scores");
   ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
-  check(dout.scalar_type() == scores.scalar_type() && lse.scalar_type() == accumulate, "dout and lse have dtypes ",
-        torch::headeronly::toString(dout.scalar_type()), " and ", torch::headeronly::toString(lse.scalar_type()),
-        "; the op accepts those of forward: ", torch::headeronly::toString(scores.scalar_type()), " and ",
-        torch::headeronly::toString(accumulate), ".");
+  MHA_CHECK(dout.scalar_type() == scores.scalar_type() && lse.scalar_type() == accumulate, "dout and lse have dtypes ",
+            torch::headeronly::toString(dout.scalar_type()), " and ", torch::headeronly::toString(lse.scalar_type()),
+            "; the op accepts those of forward: ", torch::headeronly::toString(scores.scalar_type()), " and ",
+            torch::headeronly::toString(accumulate), ".");
   keep.push_back(torch::stable::contiguous(lse));
   p.lse = keep.back().data_ptr();
   p.dout = view4(dout);
   Tensor dscores = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores);
   p.dscores = view4(dscores);
-  check(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
+  MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
   Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, scores);
   Backend::masked_softmax_bwd(p, scores);
   return {dscores, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
@@ -109,8 +109,8 @@ std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor
 
 template <class Backend>
 Tensor split_heads(Tensor x, int64_t num_heads, OptionalTensor bias) {
-  check(x.dim() == 3 && num_heads > 0 && x.size(2) % num_heads == 0, "x has shape ", shape_text(x),
-        " and num_heads is ", num_heads, "; the op accepts [B,S,num_heads*D].");
+  MHA_CHECK(x.dim() == 3 && num_heads > 0 && x.size(2) % num_heads == 0, "x has shape ", shape_text(x),
+            " and num_heads is ", num_heads, "; the op accepts [B,S,num_heads*D].");
   SplitHeads p;
   p.B = x.size(0), p.S = x.size(1), p.H = num_heads, p.D = x.size(2) / num_heads;
   p.dtype = dtype_of(x, "x");
@@ -121,7 +121,7 @@ Tensor split_heads(Tensor x, int64_t num_heads, OptionalTensor bias) {
   if (bias) {
     check_shape(*bias, "bias", {p.H * p.D});
     check_device(*bias, "bias", x, "x");
-    check(bias->scalar_type() == x.scalar_type(), "bias and x have different dtypes; the op accepts one.");
+    MHA_CHECK(bias->scalar_type() == x.scalar_type(), "bias and x have different dtypes; the op accepts one.");
     p.bias = bias_contiguous.data_ptr();
   }
   Tensor out = empty({p.B, p.H, p.S, p.D}, x.scalar_type(), x);
@@ -132,7 +132,7 @@ Tensor split_heads(Tensor x, int64_t num_heads, OptionalTensor bias) {
 
 template <class Backend>
 Tensor merge_heads(Tensor x, OptionalTensor mix) {
-  check(x.dim() == 4, "x has shape ", shape_text(x), "; the op accepts [B,H,S,D].");
+  MHA_CHECK(x.dim() == 4, "x has shape ", shape_text(x), "; the op accepts [B,H,S,D].");
   MergeHeads p;
   p.B = x.size(0), p.H = x.size(1), p.S = x.size(2), p.D = x.size(3);
   p.dtype = dtype_of(x, "x");
@@ -141,7 +141,7 @@ Tensor merge_heads(Tensor x, OptionalTensor mix) {
   if (mix) {
     check_shape(*mix, "mix", {p.H, p.H});
     check_device(*mix, "mix", x, "x");
-    check(mix->scalar_type() == x.scalar_type(), "mix and x have different dtypes; the op accepts one.");
+    MHA_CHECK(mix->scalar_type() == x.scalar_type(), "mix and x have different dtypes; the op accepts one.");
     p.mix = mix_contiguous.data_ptr();
   }
   Tensor out = empty({p.B, p.S, p.H * p.D}, x.scalar_type(), x);
@@ -153,9 +153,9 @@ Tensor merge_heads(Tensor x, OptionalTensor mix) {
 
 template <class Backend>
 Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64_t Sq, int64_t Sk) {
-  check(p_drop >= 0 && p_drop <= 1, "p is ", p_drop, "; it must lie in [0, 1].");
-  check(B >= 0 && H >= 0 && Sq >= 0 && Sk >= 0, "B, H, Sq, Sk are ", B, ", ", H, ", ", Sq, ", ", Sk,
-        "; sizes must not be negative.");
+  MHA_CHECK(p_drop >= 0 && p_drop <= 1, "p is ", p_drop, "; it must lie in [0, 1].");
+  MHA_CHECK(B >= 0 && H >= 0 && Sq >= 0 && Sk >= 0, "B, H, Sq, Sk are ", B, ", ", H, ", ", Sq, ", ", Sk,
+            "; sizes must not be negative.");
   check_shape(rng_state, "rng_state", {2});
   Tensor state = torch::stable::contiguous(rng_state);
   DropoutMask p{B, H, Sq, Sk, {p_drop, int64_data(state, "rng_state", rng_state)}, nullptr};

@@ -18,8 +18,8 @@ struct ScoreShape {
 };
 
 inline const int64_t* int64_data(const Tensor& t, const char* name, const Tensor& like) {
-  check(t.scalar_type() == ScalarType::Long, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
-        "; the op accepts int64.");
+  MHA_CHECK(t.scalar_type() == ScalarType::Long, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+            "; the op accepts int64.");
   check_device(t, name, like, "the scores' tensors");
   return static_cast<const int64_t*>(t.const_data_ptr());
 }
@@ -52,16 +52,16 @@ inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std
   if (m.top_left) mask.band_hi = std::min<int64_t>(mask.band_hi, 0);
   fill_interval(m.begin, "begin", n, like, mask.begin, mask.begin_stride_b, mask.begin_stride_q);
   fill_interval(m.end, "end", n, like, mask.end, mask.end_stride_b, mask.end_stride_q);
-  check(m.query_ids.has_value() == m.key_ids.has_value(),
-        "one of query_ids and key_ids is missing; the op accepts both or neither.");
+  MHA_CHECK(m.query_ids.has_value() == m.key_ids.has_value(),
+            "one of query_ids and key_ids is missing; the op accepts both or neither.");
   if (m.query_ids) {
     fill_ids(m.query_ids, "query_ids", n.B, n.Sq, like, keep, mask.query_ids, mask.query_ids_stride_b);
     fill_ids(m.key_ids, "key_ids", n.B, n.Sk, like, keep, mask.key_ids, mask.key_ids_stride_b);
   }
   if (m.mask) {
     check_shape(*m.mask, "mask", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
-    check(m.mask->scalar_type() == ScalarType::Bool, "mask has dtype ",
-          torch::headeronly::toString(m.mask->scalar_type()), "; the op accepts bool, True = attend.");
+    MHA_CHECK(m.mask->scalar_type() == ScalarType::Bool, "mask has dtype ",
+              torch::headeronly::toString(m.mask->scalar_type()), "; the op accepts bool, True = attend.");
     check_device(*m.mask, "mask", like, "the scores' tensors");
     Tensor4 v = view4(*m.mask, true);
     mask.dense = static_cast<const uint8_t*>(v.data);
@@ -79,16 +79,16 @@ void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& 
     check_shape(*m.bias, "bias", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
     check_device(*m.bias, "bias", like, "the scores' tensors");
     p.bias_dtype = dtype_of(*m.bias, "bias");
-    check(p.bias_dtype == p.dtype || p.bias_dtype == accumulate_type(p.dtype), "bias has dtype ",
-          torch::headeronly::toString(m.bias->scalar_type()), "; the op accepts ",
-          torch::headeronly::toString(scalar_type_of(p.dtype)), " or ",
-          torch::headeronly::toString(scalar_type_of(accumulate_type(p.dtype))), ".");
+    MHA_CHECK(p.bias_dtype == p.dtype || p.bias_dtype == accumulate_type(p.dtype), "bias has dtype ",
+              torch::headeronly::toString(m.bias->scalar_type()), "; the op accepts ",
+              torch::headeronly::toString(scalar_type_of(p.dtype)), " or ",
+              torch::headeronly::toString(scalar_type_of(accumulate_type(p.dtype))), ".");
     p.bias = view4(*m.bias, true);
   }
-  check(m.dropout_p >= 0 && m.dropout_p <= 1, "dropout_p is ", m.dropout_p, "; it must lie in [0, 1].");
+  MHA_CHECK(m.dropout_p >= 0 && m.dropout_p <= 1, "dropout_p is ", m.dropout_p, "; it must lie in [0, 1].");
   p.dropout.p = m.dropout_p;
   if (m.dropout_p > 0) {
-    check(m.rng_state.has_value(), "dropout_p is ", m.dropout_p, " but rng_state is missing; pass int64[2].");
+    MHA_CHECK(m.rng_state.has_value(), "dropout_p is ", m.dropout_p, " but rng_state is missing; pass int64[2].");
     check_shape(*m.rng_state, "rng_state", {2});
     keep.push_back(torch::stable::contiguous(*m.rng_state));
     p.dropout.rng_state = int64_data(keep.back(), "rng_state", like);
@@ -102,16 +102,16 @@ struct AttentionInputs {
 };
 
 inline AttentionInputs attention_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
-  check(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k), ", ",
-        shape_text(v), "; the op accepts [B,H,S,D] tensors.");
-  check(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k, v have dtypes ",
-        torch::headeronly::toString(q.scalar_type()), ", ", torch::headeronly::toString(k.scalar_type()), ", ",
-        torch::headeronly::toString(v.scalar_type()), "; the op accepts one dtype for all three.");
+  MHA_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k),
+            ", ", shape_text(v), "; the op accepts [B,H,S,D] tensors.");
+  MHA_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k, v have dtypes ",
+            torch::headeronly::toString(q.scalar_type()), ", ", torch::headeronly::toString(k.scalar_type()), ", ",
+            torch::headeronly::toString(v.scalar_type()), "; the op accepts one dtype for all three.");
   check_device(k, "k", q, "q");
   check_device(v, "v", q, "q");
   int64_t B = q.size(0), H = q.size(1), Hk = k.size(1);
-  check(Hk > 0 ? H % Hk == 0 : H == 0, "q has ", H, " heads and k has ", Hk,
-        "; the number of query heads must be a multiple of the number of key/value heads.");
+  MHA_CHECK(Hk > 0 ? H % Hk == 0 : H == 0, "q has ", H, " heads and k has ", Hk,
+            "; the number of query heads must be a multiple of the number of key/value heads.");
   check_shape(k, "k", {B, Hk, -1, q.size(3)});
   check_shape(v, "v", {B, Hk, k.size(2), -1});
   return {unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), {}};
@@ -123,7 +123,7 @@ inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modif
   p.dtype = dtype_of(in.q, "q");
   p.q = view4(in.q), p.k = view4(in.k), p.v = view4(in.v);
   p.scale = scale;
-  check(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
+  MHA_CHECK(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
   p.softcap = softcap;
   fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
 }

@@ -25,12 +25,17 @@ using Sizes = std::vector<int64_t>;
 
 // Throws what becomes Python's RuntimeError, with a message put together from parts.
 template <class... Parts>
-void check(bool ok, const Parts&... parts) {
-  if (ok) return;
+[[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   throw std::runtime_error(text.str());
 }
+
+// A macro, so that the parts of the message are worked out only on failure.
+#define MHA_CHECK(ok, ...)                            \
+  do {                                                \
+    if (!(ok)) ::mha::torch_layer::fail(__VA_ARGS__); \
+  } while (false)
 
 inline std::string shape_text(const Tensor& t) {
   std::string s = "[";
@@ -51,9 +56,8 @@ inline DType dtype_of(const Tensor& t, const char* name) {
     default:
       break;
   }
-  check(false, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
-        "; mha_ext computes in float64, float32, bfloat16 and float16: convert it first.");
-  return DType::f32;
+  fail(name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+       "; mha_ext computes in float64, float32, bfloat16 and float16: convert it first.");
 }
 
 inline ScalarType scalar_type_of(DType t) {
@@ -70,8 +74,8 @@ inline ScalarType scalar_type_of(DType t) {
 }
 
 inline void check_device(const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
-  check(t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), name, " and ", like_name,
-        " are on different devices; move them to one.");
+  MHA_CHECK(t.is_cpu() == like.is_cpu() && t.get_device_index() == like.get_device_index(), name, " and ", like_name,
+            " are on different devices; move them to one.");
 }
 
 // Shape check in one sentence; -1 accepts any size, kOneOr + n accepts 1 or n.
@@ -90,7 +94,7 @@ inline void check_shape(const Tensor& t, const char* name, const Sizes& want) {
     text += i ? "," : "";
     text += w == -1 ? "any" : w >= kOneOr ? "1 or " + std::to_string(w - kOneOr) : std::to_string(w);
   }
-  check(false, name, " has shape ", shape_text(t), "; the op accepts ", text, "].");
+  fail(name, " has shape ", shape_text(t), "; the op accepts ", text, "].");
 }
 
 inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype, const Tensor& like) {
