@@ -53,7 +53,7 @@ def extension():
         "mha_ext._C",
         sorted(sources) + ["csrc/bindings.cpp"],
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("MHA_EXT_VERSION", f'"{version}"')],
-        extra_compile_args=["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", *system_headers],
+        extra_compile_args=["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0", *system_headers],
     )
 
 
