@@ -43,6 +43,7 @@ MHA_HD inline Interval row_interval(const Mask& m, int64_t b, int64_t i, int64_t
   int64_t begin = max64(0, m.band_lo + i), end = min64(num_keys, m.band_hi + i + 1);
   if (m.begin) begin = max64(begin, m.begin[b * m.begin_stride_b + i * m.begin_stride_q]);
   if (m.end) end = min64(end, m.end[b * m.end_stride_b + i * m.end_stride_q]);
+  begin = min64(begin, num_keys);
   return {begin, max64(begin, end)};
 }
 
