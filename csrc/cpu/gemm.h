@@ -1,0 +1,123 @@
+// The one matrix product: C[m][n] (+)= sum_k A(m,k) * B[k][n]. Elements of A are read one by one through two strides and
+// broadcast, so that A is used as it lies in memory, transposed or not; rows of B and C are contiguous in n.
+//
+// Unit is float, double, or Pair: two bf16 neighbours in k, multiplied and added to a float in one step.
+#pragma once
+
+MHA_ISA_BEGIN
+
+struct Pair {
+  bf16 x[2];
+};
+
+template <class Unit>
+struct Product {
+  using Acc = Unit;
+  using Operand = Vec<Unit>;
+  static MHA_INLINE Operand broadcast(const Unit* a) { return set1(*a); }
+  static MHA_INLINE Operand load_b(const Unit* b) { return load(b); }
+  static MHA_INLINE Operand load_b(const Unit* b, int n) { return load_n(b, n); }
+  static MHA_INLINE Vec<Acc> step(Operand a, Operand b, Vec<Acc> c) { return fma(a, b, c); }
+};
+
+#ifdef MHA_HAS_BF16_DOT
+template <>
+struct Product<Pair> {
+  using Acc = float;
+  using Operand = VecPair;
+  static MHA_INLINE Operand broadcast(const Pair* a) {
+    int32_t bits;
+    std::memcpy(&bits, a, 4);
+    return {_mm512_set1_epi32(bits)};
+  }
+  static MHA_INLINE Operand load_b(const Pair* b) { return {_mm512_loadu_si512(b)}; }
+  static MHA_INLINE Operand load_b(const Pair* b, int n) { return {_mm512_maskz_loadu_epi32(lanes16(n), b)}; }
+  static MHA_INLINE VecF step(Operand a, Operand b, VecF c) { return dot(a, b, c); }
+};
+#endif
+
+enum class Start { zero, add, scale };  // C begins as 0, as it is, or as C[m][n] * scale[n]
+
+template <class Unit>
+struct GemmArgs {
+  using Acc = typename Product<Unit>::Acc;
+  int K;
+  const Unit* a;
+  int64_t am, ak;
+  const Unit* b;
+  int64_t ldb;
+  Acc* c;
+  int64_t ldc;
+  Start start;
+  const Acc* scale;
+};
+
+// One register tile at (m, n). Tail > 0: the only vector has that many lanes.
+template <class Unit, int Rows, int Vecs, bool HasTail>
+inline void gemm_tile(const GemmArgs<Unit>& g, int m, int n, int tail) {
+  using P = Product<Unit>;
+  using Acc = typename P::Acc;
+  constexpr int L = Vec<Acc>::lanes;
+  static_assert(!HasTail || Vecs == 1);
+  Vec<Acc> sum[Rows][Vecs];
+  Acc* c = g.c + m * g.ldc + n;
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vecs; ++v) {
+      if (g.start == Start::zero) {
+        sum[r][v] = set1(Acc(0));
+      } else {
+        sum[r][v] = HasTail ? load_n(c + r * g.ldc, tail) : load(c + r * g.ldc + v * L);
+        if (g.start == Start::scale) {
+          sum[r][v] = sum[r][v] * (HasTail ? load_n(g.scale + n, tail) : load(g.scale + n + v * L));
+        }
+      }
+    }
+  }
+  const Unit* a = g.a + m * g.am;
+  const Unit* b = g.b + n;
+  for (int k = 0; k < g.K; ++k, a += g.ak, b += g.ldb) {
+    typename P::Operand operand[Vecs];
+    for (int v = 0; v < Vecs; ++v) operand[v] = HasTail ? P::load_b(b, tail) : P::load_b(b + v * L);
+    for (int r = 0; r < Rows; ++r) {
+      typename P::Operand x = P::broadcast(a + r * g.am);
+      for (int v = 0; v < Vecs; ++v) sum[r][v] = P::step(x, operand[v], sum[r][v]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vecs; ++v) {
+      if (HasTail) {
+        store_n(c + r * g.ldc, sum[r][v], tail);
+      } else {
+        store(c + r * g.ldc + v * L, sum[r][v]);
+      }
+    }
+  }
+}
+
+template <class Unit, int Vecs, bool HasTail>
+inline void gemm_columns(const GemmArgs<Unit>& g, int M, int n, int tail) {
+  constexpr int Rows = Vecs == kTileVecs ? kTileRows : 8;
+  int m = 0;
+  for (; m + Rows <= M; m += Rows) gemm_tile<Unit, Rows, Vecs, HasTail>(g, m, n, tail);
+  for (; m + 4 <= M; m += 4) gemm_tile<Unit, 4, Vecs, HasTail>(g, m, n, tail);
+  for (; m + 2 <= M; m += 2) gemm_tile<Unit, 2, Vecs, HasTail>(g, m, n, tail);
+  for (; m < M; ++m) gemm_tile<Unit, 1, Vecs, HasTail>(g, m, n, tail);
+}
+
+// All strides are in elements of the pointer they belong to. scale[n] is read only with Start::scale.
+template <class Unit>
+inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, const Unit* b, int64_t ldb,
+                 typename Product<Unit>::Acc* c, int64_t ldc, Start start,
+                 const typename Product<Unit>::Acc* scale = nullptr) {
+  constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
+  GemmArgs<Unit> g{K, a, am, ak, b, ldb, c, ldc, start, scale};
+  int n = 0;
+  for (; n + kTileVecs * L <= N; n += kTileVecs * L) gemm_columns<Unit, kTileVecs, false>(g, M, n, 0);
+  if constexpr (kTileVecs > 2) {
+    for (; n + 2 * L <= N; n += 2 * L) gemm_columns<Unit, 2, false>(g, M, n, 0);
+  }
+  for (; n + L <= N; n += L) gemm_columns<Unit, 1, false>(g, M, n, 0);
+  if (n < N) gemm_columns<Unit, 1, true>(g, M, n, N - n);
+}
+
+MHA_ISA_END

@@ -1,0 +1,19 @@
+// The kernels for AVX2, FMA and F16C.
+#include "isa_prelude.h"
+
+#if defined(__x86_64__)
+// The target region lasts to the end of the file, where templates are instantiated.
+#pragma GCC target("avx2,fma,f16c")
+
+#define MHA_ISA_NS avx2
+#include "vec_avx2.h"
+//
+#include "isa_kernels.h"
+
+namespace mha::cpu {
+const Kernels& kernels_avx2() {
+  static constexpr Kernels k = avx2::table("avx2");
+  return k;
+}
+}  // namespace mha::cpu
+#endif

@@ -1,0 +1,19 @@
+// The kernels for AVX-512 (F, BW, DQ, VL).
+#include "isa_prelude.h"
+
+#if defined(__x86_64__)
+// The target region lasts to the end of the file, where templates are instantiated.
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+
+#define MHA_ISA_NS avx512
+#include "vec_avx512.h"
+//
+#include "isa_kernels.h"
+
+namespace mha::cpu {
+const Kernels& kernels_avx512() {
+  static constexpr Kernels k = avx512::table("avx512");
+  return k;
+}
+}  // namespace mha::cpu
+#endif

@@ -1,0 +1,20 @@
+// The kernels for AVX-512 with bf16 dot products (avx512_bf16).
+#include "isa_prelude.h"
+
+#if defined(__x86_64__)
+// The target region lasts to the end of the file, where templates are instantiated.
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#define MHA_HAS_BF16_DOT 1
+
+#define MHA_ISA_NS avx512_bf16
+#include "vec_avx512.h"
+//
+#include "isa_kernels.h"
+
+namespace mha::cpu {
+const Kernels& kernels_avx512_bf16() {
+  static constexpr Kernels k = avx512_bf16::table("avx512_bf16");
+  return k;
+}
+}  // namespace mha::cpu
+#endif

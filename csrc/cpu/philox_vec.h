@@ -1,0 +1,57 @@
+// Philox (philox.h) for one query per lane, and the tile of dropout multipliers that it decides.
+#pragma once
+
+#include "tiles.h"
+
+MHA_ISA_BEGIN
+
+struct PhiloxWords {
+  VecU word[4];
+};
+
+MHA_INLINE PhiloxWords philox(VecU c0, VecU c1, VecU c2, VecU c3, uint32_t k0, uint32_t k1) {
+  const VecU mul0 = set1(kPhiloxMul0), mul1 = set1(kPhiloxMul1);
+  for (int round = 0; round < 10; ++round) {
+    VecU high0, low0, high1, low1;
+    multiply_wide(c0, mul0, &high0, &low0);
+    multiply_wide(c2, mul1, &high1, &low1);
+    c0 = high1 ^ c1 ^ set1(k0);
+    c1 = low1;
+    c2 = high0 ^ c3 ^ set1(k1);
+    c3 = low0;
+    k0 += kPhiloxAdd0;
+    k1 += kPhiloxAdd1;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// multiplier[j][r] = 1 / (1 - p) where dropout keeps the weight of key first_key + j for row r, else 0. Row r stands for
+// query[r] of batch_head[r] = b * H + h. Whole vectors of rows are written (kMaxRows of each input are readable).
+template <class T>
+inline void dropout_multipliers(T* multiplier, int64_t ld, const Dropout& dropout, const uint32_t* batch_head,
+                                const uint32_t* query, int rows, int64_t first_key, int keys) {
+  constexpr int L = Vec<T>::lanes, U = VecU::lanes;
+  const bool none_kept = dropout.p >= 1;
+  const Vec<T> zero = set1(T(0)), scale = set1(none_kept ? T(0) : T(1 / (1 - dropout.p)));
+  const DropoutKey key = dropout_key(dropout.rng_state);
+  const uint32_t threshold = dropout_threshold(dropout.p);
+  for (int r = 0; r < rows; r += U) {
+    const VecU bh = load(batch_head + r), q = load(query + r);
+    for (int64_t quad = first_key / 4; quad * 4 < first_key + keys; ++quad) {
+      PhiloxWords words = philox(set1(uint32_t(quad)), q, bh, set1(key.offset), key.k0, key.k1);
+      for (int w = 0; w < 4; ++w) {
+        int64_t j = quad * 4 + w - first_key;
+        if (j < 0 || j >= keys) continue;
+        uint32_t word[U];
+        store(word, words.word[w]);
+        for (int l = 0; l < U && r + l < rows; l += L) {
+          VecMask<T> kept;
+          at_least(word + l, threshold, &kept);
+          store(multiplier + j * ld + r + l, select(kept, scale, zero));
+        }
+      }
+    }
+  }
+}
+
+MHA_ISA_END

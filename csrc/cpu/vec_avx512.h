@@ -1,0 +1,167 @@
+// Vectors of 512 bits: 16 floats or 8 doubles. vec_scalar.h and vec_avx2.h offer the same names.
+#pragma once
+
+MHA_ISA_BEGIN
+
+template <class T>
+struct Vec;
+template <class T>
+struct VecMask;
+
+template <>
+struct Vec<float> {
+  static constexpr int lanes = 16;
+  __m512 v;
+};
+template <>
+struct Vec<double> {
+  static constexpr int lanes = 8;
+  __m512d v;
+};
+template <>
+struct VecMask<float> {
+  __mmask16 m;
+};
+template <>
+struct VecMask<double> {
+  __mmask8 m;
+};
+using VecF = Vec<float>;
+using VecD = Vec<double>;
+
+constexpr int kVecRegisters = 32;
+
+// ---- float
+MHA_INLINE VecF set1(float x) { return {_mm512_set1_ps(x)}; }
+MHA_INLINE VecF load(const float* p) { return {_mm512_loadu_ps(p)}; }
+MHA_INLINE void store(float* p, VecF a) { _mm512_storeu_ps(p, a.v); }
+MHA_INLINE __mmask16 lanes16(int n) { return n >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << n) - 1); }
+MHA_INLINE VecF load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(lanes16(n), p)}; }
+MHA_INLINE void store_n(float* p, VecF a, int n) { _mm512_mask_storeu_ps(p, lanes16(n), a.v); }
+MHA_INLINE VecF operator+(VecF a, VecF b) { return {_mm512_add_ps(a.v, b.v)}; }
+MHA_INLINE VecF operator-(VecF a, VecF b) { return {_mm512_sub_ps(a.v, b.v)}; }
+MHA_INLINE VecF operator*(VecF a, VecF b) { return {_mm512_mul_ps(a.v, b.v)}; }
+MHA_INLINE VecF operator/(VecF a, VecF b) { return {_mm512_div_ps(a.v, b.v)}; }
+MHA_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+MHA_INLINE VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.v, b.v)}; }  // b when either is NaN
+MHA_INLINE VecF min(VecF a, VecF b) { return {_mm512_min_ps(a.v, b.v)}; }
+MHA_INLINE VecF abs(VecF a) { return {_mm512_abs_ps(a.v)}; }
+MHA_INLINE VecF round(VecF a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+MHA_INLINE VecF copysign(VecF a, VecF sign) {
+  __m512i bits = _mm512_set1_epi32(int(0x80000000u));
+  return {_mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(bits, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xCA))};
+}
+MHA_INLINE VecF scale_pow2(VecF a, VecF n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n integral
+MHA_INLINE VecMask<float> less(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+MHA_INLINE VecMask<float> less_equal(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
+MHA_INLINE VecMask<float> equal(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+MHA_INLINE VecMask<float> operator&(VecMask<float> a, VecMask<float> b) { return {__mmask16(a.m & b.m)}; }
+MHA_INLINE bool any(VecMask<float> a) { return a.m != 0; }
+MHA_INLINE bool all(VecMask<float> a) { return a.m == 0xFFFF; }
+MHA_INLINE VecF select(VecMask<float> m, VecF a, VecF b) { return {_mm512_mask_blend_ps(m.m, b.v, a.v)}; }
+MHA_INLINE float reduce_add(VecF a) { return _mm512_reduce_add_ps(a.v); }
+MHA_INLINE float reduce_max(VecF a) { return _mm512_reduce_max_ps(a.v); }
+// Lane l is set where p[l] != 0 (reads one byte per lane).
+MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<float>* m) {
+  __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  m->m = _mm_test_epi8_mask(x, x);
+}
+// Lane l is set where a[l] >= threshold as unsigned integers.
+MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<float>* m) {
+  m->m = _mm512_cmpge_epu32_mask(_mm512_loadu_si512(a), _mm512_set1_epi32(int(threshold)));
+}
+
+// ---- double
+MHA_INLINE VecD set1(double x) { return {_mm512_set1_pd(x)}; }
+MHA_INLINE VecD load(const double* p) { return {_mm512_loadu_pd(p)}; }
+MHA_INLINE void store(double* p, VecD a) { _mm512_storeu_pd(p, a.v); }
+MHA_INLINE __mmask8 lanes8(int n) { return n >= 8 ? __mmask8(0xFF) : __mmask8((1u << n) - 1); }
+MHA_INLINE VecD load_n(const double* p, int n) { return {_mm512_maskz_loadu_pd(lanes8(n), p)}; }
+MHA_INLINE void store_n(double* p, VecD a, int n) { _mm512_mask_storeu_pd(p, lanes8(n), a.v); }
+MHA_INLINE VecD operator+(VecD a, VecD b) { return {_mm512_add_pd(a.v, b.v)}; }
+MHA_INLINE VecD operator-(VecD a, VecD b) { return {_mm512_sub_pd(a.v, b.v)}; }
+MHA_INLINE VecD operator*(VecD a, VecD b) { return {_mm512_mul_pd(a.v, b.v)}; }
+MHA_INLINE VecD operator/(VecD a, VecD b) { return {_mm512_div_pd(a.v, b.v)}; }
+MHA_INLINE VecD fma(VecD a, VecD b, VecD c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+MHA_INLINE VecD max(VecD a, VecD b) { return {_mm512_max_pd(a.v, b.v)}; }
+MHA_INLINE VecD min(VecD a, VecD b) { return {_mm512_min_pd(a.v, b.v)}; }
+MHA_INLINE VecD abs(VecD a) { return {_mm512_abs_pd(a.v)}; }
+MHA_INLINE VecMask<double> less(VecD a, VecD b) { return {_mm512_cmp_pd_mask(a.v, b.v, _CMP_LT_OQ)}; }
+MHA_INLINE VecMask<double> less_equal(VecD a, VecD b) { return {_mm512_cmp_pd_mask(a.v, b.v, _CMP_LE_OQ)}; }
+MHA_INLINE VecMask<double> equal(VecD a, VecD b) { return {_mm512_cmp_pd_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+MHA_INLINE VecMask<double> operator&(VecMask<double> a, VecMask<double> b) { return {__mmask8(a.m & b.m)}; }
+MHA_INLINE bool any(VecMask<double> a) { return a.m != 0; }
+MHA_INLINE bool all(VecMask<double> a) { return a.m == 0xFF; }
+MHA_INLINE VecD select(VecMask<double> m, VecD a, VecD b) { return {_mm512_mask_blend_pd(m.m, b.v, a.v)}; }
+MHA_INLINE double reduce_add(VecD a) { return _mm512_reduce_add_pd(a.v); }
+MHA_INLINE double reduce_max(VecD a) { return _mm512_reduce_max_pd(a.v); }
+MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<double>* m) {
+  __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  m->m = __mmask8(_mm_test_epi8_mask(x, x));
+}
+MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<double>* m) {
+  __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  m->m = _mm256_cmpge_epu32_mask(x, _mm256_set1_epi32(int(threshold)));
+}
+
+// ---- half storage
+MHA_INLINE VecF widen_bf16(__m256i x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
+}
+MHA_INLINE __m256i narrow_bf16(VecF a) {
+#ifdef MHA_HAS_BF16_DOT
+  return __m256i(_mm512_cvtneps_pbh(a.v));
+#else
+  __m512i x = _mm512_castps_si512(a.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(x, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  __m512i quiet = _mm512_or_si512(x, _mm512_set1_epi32(0x400000));
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), quiet);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+MHA_INLINE VecF load(const bf16* p) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+MHA_INLINE VecF load_n(const bf16* p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(lanes16(n), p)); }
+MHA_INLINE void store(bf16* p, VecF a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(a)); }
+MHA_INLINE void store_n(bf16* p, VecF a, int n) { _mm256_mask_storeu_epi16(p, lanes16(n), narrow_bf16(a)); }
+MHA_INLINE VecF load(const f16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+MHA_INLINE VecF load_n(const f16* p, int n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes16(n), p))}; }
+MHA_INLINE void store(f16* p, VecF a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+MHA_INLINE void store_n(f16* p, VecF a, int n) {
+  _mm256_mask_storeu_epi16(p, lanes16(n), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// ---- 32-bit integers, for Philox: 16 lanes
+struct VecU {
+  static constexpr int lanes = 16;
+  __m512i v;
+};
+MHA_INLINE VecU set1(uint32_t x) { return {_mm512_set1_epi32(int(x))}; }
+MHA_INLINE VecU load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+MHA_INLINE void store(uint32_t* p, VecU a) { _mm512_storeu_si512(p, a.v); }
+MHA_INLINE VecU operator^(VecU a, VecU b) { return {_mm512_xor_si512(a.v, b.v)}; }
+// The 64-bit products a * b, split into high and low words.
+MHA_INLINE void multiply_wide(VecU a, VecU b, VecU* high, VecU* low) {
+  __m512i even = _mm512_mul_epu32(a.v, b.v);
+  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), b.v);
+  high->v = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+  low->v = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+}
+
+#ifdef MHA_HAS_BF16_DOT
+// ---- pairs of bf16 in 32-bit lanes
+struct VecPair {
+  static constexpr int lanes = 16;
+  __m512i v;
+};
+MHA_INLINE VecF dot(VecPair a, VecPair b, VecF c) {
+  return {_mm512_dpbf16_ps(c.v, __m512bh(a.v), __m512bh(b.v))};
+}
+#endif
+
+MHA_ISA_END
