@@ -42,17 +42,23 @@ def require_compiler():
 
 def extension():
     require_compiler()
-    require_torch()
+    torch = require_torch()
     from torch.utils.cpp_extension import CppExtension, include_paths
 
     system_headers = [flag for path in include_paths() for flag in ("-isystem", path)]  # no warnings about torch's own
     with open(os.path.join(ROOT, "mha_ext", "VERSION")) as f:
         version = f.read().strip()
     sources = [path for folder in ("cpu", "torch") for path in glob.glob(f"csrc/{folder}/*.cpp", root_dir=ROOT)]
+    texts = {
+        "MHA_EXT_VERSION": version,
+        "MHA_EXT_TORCH": torch.__version__,
+        "MHA_EXT_CUDA_REASON": "this version has CPU kernels only",
+    }
+    texts = {name: f'"{text}"' for name, text in texts.items()}
     return CppExtension(
         "mha_ext._C",
         sorted(sources) + ["csrc/bindings.cpp"],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("MHA_EXT_VERSION", f'"{version}"')],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *texts.items()],
         extra_compile_args=["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0", *system_headers],
     )
 

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <map>
 #include <string>
 
 #include "cpu/isa.h"
@@ -11,23 +10,28 @@
 
 namespace {
 
-std::map<std::string, std::string> build_info() {
-  return {{"version", MHA_EXT_VERSION},
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["version"] = MHA_EXT_VERSION;
+  info["torch"] = MHA_EXT_TORCH;
+  info["torch_floor"] = "2.11";
 #if defined(__clang__)
-          {"compiler", std::string("clang ") + __clang_version__},
+  info["compiler"] = std::string("clang ") + __clang_version__;
 #elif defined(__GNUC__)
-          {"compiler", std::string("g++ ") + __VERSION__},
+  info["compiler"] = std::string("g++ ") + __VERSION__;
 #else
-          {"compiler", "unknown"},
+  info["compiler"] = "unknown";
 #endif
-          {"torch_floor", "2.11"}};
+  info["cuda"] = false;
+  info["cuda_reason"] = MHA_EXT_CUDA_REASON;
+  return info;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled part of mha_ext: importing it registers torch.ops.mha_ext.*";
-  m.def("build_info", &build_info, "What this build is, as text by name.");
+  m.def("build_info", &build_info, "What this build is, by name.");
   m.def(
       "cpu_isa", [] { return std::string(mha::cpu::kernels().isa); }, "The instruction set of the CPU kernels in use.");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
