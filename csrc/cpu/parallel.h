@@ -1,0 +1,74 @@
+// Sharing out tasks among threads, and scratch memory.
+#pragma once
+
+MHA_ISA_BEGIN
+
+// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread.
+template <class F>
+void for_each_task(const Threads& threads, int64_t tasks, F f) {
+  struct Shared {
+    F& f;
+    int64_t tasks;
+    std::atomic<int64_t> next;
+  } shared{f, tasks, {0}};
+  auto body = [](void* context, int thread) {
+    Shared& s = *static_cast<Shared*>(context);
+    for (int64_t task; (task = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.f(task, thread);
+  };
+  const int count = int(min64(threads.count, tasks));
+  if (count > 1)
+    threads.run(count, body, &shared);
+  else if (count == 1)
+    body(&shared, 0);
+}
+
+// Uninitialised memory on a 64-byte boundary.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t n) : base_(::operator new(size_t(n) * sizeof(T) + 64)) {}
+  ~Scratch() { ::operator delete(base_); }
+  Scratch(const Scratch&) = delete;
+  T* get() const { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(base_) + 63) / 64 * 64); }
+
+ private:
+  void* base_;
+};
+
+// The type that a tensor of T is computed in.
+template <class T>
+struct AccumulateType {
+  using type = float;
+};
+template <>
+struct AccumulateType<double> {
+  using type = double;
+};
+template <class T>
+using Acc = typename AccumulateType<T>::type;
+
+MHA_INLINE float widen(float x) { return x; }
+MHA_INLINE double widen(double x) { return x; }
+template <class Half>
+MHA_INLINE float widen(Half x) {
+  float wide[1];
+  store_n(wide, load_n(&x, 1), 1);
+  return wide[0];
+}
+
+// Calls f(T*) with a null pointer of the element type.
+template <class F>
+void with_dtype(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f64:
+      return f(static_cast<double*>(nullptr));
+    case DType::f32:
+      return f(static_cast<float*>(nullptr));
+    case DType::bf16:
+      return f(static_cast<bf16*>(nullptr));
+    case DType::f16:
+      return f(static_cast<f16*>(nullptr));
+  }
+}
+
+MHA_ISA_END
