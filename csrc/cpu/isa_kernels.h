@@ -3,7 +3,10 @@
 //
 #include "math.h"
 //
+#include "dropout_mask.h"
 #include "gemm.h"
+#include "heads.h"
+#include "masked_softmax.h"
 #include "pack.h"
 #include "philox_vec.h"
 #include "tile_mask.h"
@@ -13,6 +16,11 @@ MHA_ISA_BEGIN
 constexpr Kernels table(const char* isa) {
   Kernels k{};
   k.isa = isa;
+  k.masked_softmax_fwd = masked_softmax_fwd;
+  k.masked_softmax_bwd = masked_softmax_bwd;
+  k.split_heads = split_heads;
+  k.merge_heads = merge_heads;
+  k.dropout_mask = dropout_mask;
   return k;
 }
 
