@@ -1,0 +1,25 @@
+"""Multi-head attention for PyTorch: kernels with any mask and bias, forward and backward, in O(S) memory."""
+
+from . import masks, reference
+from ._ops import build_info
+from .functional import (
+    attention,
+    dropout_mask,
+    masked_softmax,
+    merge_heads,
+    scaled_dot_product_attention,
+    split_heads,
+)
+
+__version__ = build_info["version"]
+
+__all__ = [
+    "attention",
+    "dropout_mask",
+    "masked_softmax",
+    "masks",
+    "merge_heads",
+    "reference",
+    "scaled_dot_product_attention",
+    "split_heads",
+]

@@ -1,0 +1,211 @@
+"""What the functions accept. Each refusal is one sentence: what was given, what is accepted, what to do.
+
+The tests on the way in are cheap; messages are only built once something is wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def text(shape) -> str:
+    return "[" + ",".join(str(n) for n in shape) + "]"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of softmax statistics and of gradient sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
+    if not isinstance(x, Tensor):
+        x = torch.as_tensor(x)
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.dim() != dim:
+        raise ValueError(
+            f"{owner} was given a {name_of(x.dtype)} tensor of shape {text(x.shape)}; it accepts an integer "
+            f"tensor {shape}."
+        )
+    return x if x.dtype == torch.int64 else x.to(torch.int64)
+
+
+def same_device(x: Tensor, name: str, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(
+            f"{name} has a tensor on {x.device} but the queries are on {device}; move it with .to('{device}')."
+        )
+
+
+def bool_mask(mask: Tensor, name: str) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} is a {type(mask).__name__}; accepted: a bool tensor, True = attend.")
+    if mask.dtype == torch.bool:
+        return
+    given = (
+        f"{name} is a {name_of(mask.dtype)} tensor of shape {text(mask.shape)}; accepted: a bool tensor, True = attend"
+    )
+    if mask.dtype.is_floating_point:
+        raise TypeError(
+            f"{given}: pass it as bias= if it is to be added to the scores, or {name} > 0 if it holds 0 and 1."
+        )
+    raise TypeError(f"{given}: convert it with {name}.bool() or {name} != 0.")
+
+
+def as_4d(x: Tensor, name: str, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+    """x as a 4-d tensor whose dimensions are full or 1; x is [Sq,Sk] or has four such dimensions already."""
+    shape = x.shape
+    if len(shape) == 4:
+        b, h, i, j = shape
+        if (b == B or b == 1) and (h == H or h == 1) and (i == Sq or i == 1) and (j == Sk or j == 1):
+            return x
+    elif len(shape) == 2:
+        i, j = shape
+        if (i == Sq or i == 1) and (j == Sk or j == 1):
+            return x[None, None]
+    raise ValueError(_shape_refusal(shape, name, B, H, Sq, Sk))
+
+
+def _shape_refusal(shape, name: str, B: int, H: int, Sq: int, Sk: int) -> str:
+    fits_scores = len(shape) >= 2 and shape[-2] in (1, Sq) and shape[-1] in (1, Sk)
+    fixes = []
+    if len(shape) == 3 and fits_scores:
+        if shape[0] == B:
+            fixes.append(f"{name}[:, None] for one per batch element")
+        if shape[0] == H or shape[0] == 1:
+            fixes.append(f"{name}[None] for one per head")
+        if shape[0] == B * H and B > 1 and H > 1:
+            fixes.append(f"{name}.view({B}, {H}, {shape[1]}, {shape[2]}) for one per batch element and head")
+    elif len(shape) == 2 and shape[0] == B and shape[1] == Sk:
+        if name == "mask":
+            fixes.append("masks.Padding(key_lengths)")
+        fixes.append(f"{name}[:, None, None, :] for one per key of each batch element")
+    elif len(shape) == 1:
+        if shape[0] == Sk:
+            fixes.append(f"{name}[None, :] for one per key")
+        if shape[0] == Sq:
+            fixes.append(f"{name}[:, None] for one per query")
+        if shape[0] == B and name == "mask":
+            fixes.append("masks.Padding(key_lengths) if it holds lengths")
+    accepted = f"[Sq,Sk] = [{Sq},{Sk}], or four dimensions that broadcast to [B,H,Sq,Sk] = [{B},{H},{Sq},{Sk}]"
+    use = f": use {' or '.join(fixes)}" if fixes else ""
+    return f"{name} has shape {text(shape)}; accepted: {accepted}{use}."
+
+
+def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias is a {type(bias).__name__}; accepted: a floating-point tensor.")
+    given = bias.dtype
+    if not given.is_floating_point:
+        fix = "pass it as mask=" if given == torch.bool else "convert it to a floating-point type"
+        raise TypeError(
+            f"bias is a {name_of(given)} tensor of shape {text(bias.shape)}; accepted: a floating-point tensor that is "
+            f"added to the scores: {fix}."
+        )
+    same_device(bias, "bias", device)
+    accumulate = accumulate_dtype(dtype)
+    if given != dtype and given != accumulate:
+        if given not in DTYPES or given == torch.float64:
+            raise TypeError(
+                f"bias is {name_of(given)} but q is {name_of(dtype)}; accepted: {name_of(dtype)} or "
+                f"{name_of(accumulate)}: convert it."
+            )
+        bias = bias.to(accumulate)  # exact
+    return as_4d(bias, "bias", B, H, Sq, Sk)
+
+
+def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> None:
+    """Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
+    if q.dim() == 4 and k.dim() == 4 and v.dim() == 4:
+        B, H, _, D = q.shape
+        Bk, Hk, Sk, Dk = k.shape
+        Bv, Hv, Sv, _ = v.shape
+        dtype, device = q.dtype, q.device
+        if (
+            Bk == B and Bv == B and Hv == Hk and Sv == Sk and Dk == D and (H % Hk == 0 if Hk > 0 else H == 0)
+            and k.dtype == dtype and v.dtype == dtype and dtype in DTYPES
+            and k.device == device and v.device == device and (device.type != "cuda" or without_cuda is None)
+        ):  # fmt: skip
+            return
+    raise _attention_refusal(q, k, v, without_cuda)
+
+
+def _attention_refusal(q, k, v, without_cuda) -> Exception:
+    shapes = f"q, k, v have shapes {text(q.shape)}, {text(k.shape)}, {text(v.shape)}"
+    accepted = "q [B,H,Sq,D], k [B,Hk,Sk,D], v [B,Hk,Sk,Dv]"
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        return ValueError(f"{shapes}; accepted: {accepted}: add the missing dimensions with unsqueeze or split_heads.")
+    if not (q.dtype == k.dtype == v.dtype):
+        names = ", ".join(name_of(x.dtype) for x in (q, k, v))
+        return TypeError(
+            f"q, k, v have dtypes {names}; accepted: one dtype for all three: convert them or use torch.autocast."
+        )
+    if q.dtype not in DTYPES:
+        return unsupported_dtype("q", q.dtype)
+    if not (q.device == k.device == v.device):
+        return ValueError(
+            f"q, k, v are on {q.device}, {k.device}, {v.device}; accepted: one device: move them with .to()."
+        )
+    if q.shape[1] % max(k.shape[1], 1) and k.shape[1:3] == v.shape[1:3]:
+        return ValueError(
+            f"{shapes}: {q.shape[1]} query heads do not divide evenly among {k.shape[1]} key/value heads; accepted: "
+            "H a multiple of Hk."
+        )
+    if q.device.type == "cuda" and without_cuda is not None:
+        return no_cuda(without_cuda)
+    wrong = [
+        what
+        for what, differs in (
+            ("batch sizes (dimension 0)", not q.shape[0] == k.shape[0] == v.shape[0]),
+            ("key/value head counts (dimension 1)", k.shape[1] != v.shape[1]),
+            ("key/value lengths (dimension 2)", k.shape[2] != v.shape[2]),
+            ("query/key head sizes (dimension 3)", q.shape[3] != k.shape[3]),
+            ("head counts (dimension 1)", k.shape[1] == 0 and q.shape[1] > 0),
+        )
+        if differs
+    ]
+    return ValueError(f"{shapes}; accepted: {accepted}: the {' and the '.join(wrong)} must agree.")
+
+
+def unsupported_dtype(name: str, dtype: torch.dtype) -> Exception:
+    return TypeError(f"{name} is {name_of(dtype)}; accepted: {', '.join(map(name_of, DTYPES))}: convert it first.")
+
+
+def no_cuda(reason: str) -> Exception:
+    return ValueError(
+        f"mha_ext was built without CUDA: {reason}; move the tensors with .cpu(), or rebuild where nvcc and a CUDA build "
+        "of torch are installed with MHA_EXT_CUDA=1 pip install --force-reinstall --no-deps --no-build-isolation ."
+    )
+
+
+def one_tensor(x: Tensor, name: str, shape: str, dim: int, without_cuda: str | None) -> None:
+    """Refuses anything but a floating-point tensor of dim dimensions on a device that this build serves."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; accepted: a tensor {shape}.")
+    if x.dim() != dim:
+        raise ValueError(f"{name} has shape {text(x.shape)}; accepted: {shape}.")
+    if x.dtype not in DTYPES:
+        raise unsupported_dtype(name, x.dtype)
+    if without_cuda is not None and x.is_cuda:
+        raise no_cuda(without_cuda)
+
+
+def probability(name: str, p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} is {p}; accepted: a probability in [0, 1].")
+
+
+def rng_state(state: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape != (2,):
+        given = (
+            f"a {name_of(state.dtype)} tensor of shape {text(state.shape)}"
+            if isinstance(state, Tensor)
+            else f"a {type(state).__name__}"
+        )
+        raise ValueError(f"rng_state is {given}; accepted: an int64 tensor [2] of (seed, offset).")
+    return state if state.device == device else state.to(device)

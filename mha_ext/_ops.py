@@ -1,0 +1,357 @@
+"""The ops as torch sees them: loads the compiled module and adds to its ops what can only be said in Python (fake
+kernels, autograd formulas, vmap rules). The only file that uses torch.library and torch.ops.
+
+Arguments and shapes are those of the schemas in csrc/torch/schemas.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import masks, reference
+from ._checks import accumulate_dtype
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"mha_ext's compiled part did not load ({error}); build it for the torch that is installed ({torch.__version__})"
+        " with:        " pip install --no-build-isolation ."
+    ) from error
+
+build_info: dict = _C.build_info()
+without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
+
+_lib = torch.library.Library("mha_ext", "FRAGMENT")
+_lib.define(
+    "draw_rng_state(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+)
+
+_ops = torch.ops.mha_ext
+attention_fwd = _ops.attention_fwd.default
+attention_bwd = _ops.attention_bwd.default
+masked_softmax_fwd = _ops.masked_softmax_fwd.default
+masked_softmax_bwd = _ops.masked_softmax_bwd.default
+split_heads = _ops.split_heads.default
+merge_heads = _ops.merge_heads.default
+dropout_mask = _ops.dropout_mask.default
+draw_rng_state = _ops.draw_rng_state.default
+
+
+@torch.library.impl(_lib, "draw_rng_state", "CompositeExplicitAutograd")
+def _draw_rng_state(like: Tensor) -> Tensor:
+    """int64[2] (seed, offset) on like's device, from torch's default CPU generator: what torch.manual_seed seeds, what
+    checkpointing saves and restores, and what compiled code draws from too."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu").to(like.device)
+
+
+# --- Fake kernels: shapes, strides and types without data -------------------------------------------------------------
+
+
+def _in_order_of(x: Tensor, last: int) -> Tensor:
+    """[n0,n1,n2,last], dense, the first three dimensions in the order that they have in x's memory."""
+    sizes = [*x.shape[:3], last]
+    order = sorted(range(3), key=lambda d: -x.stride(d))
+    dense = x.new_empty([sizes[d] for d in order] + [last])
+    return dense.permute([*(order.index(d) for d in range(3)), 3])
+
+
+def _lse_of(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=accumulate_dtype(x.dtype))
+
+
+def _dbias_of(bias: Tensor | None, need_dbias: bool, like: Tensor) -> Tensor:
+    return bias.new_empty(bias.shape) if need_dbias else like.new_empty([0], dtype=accumulate_dtype(like.dtype))
+
+
+@torch.library.register_fake("mha_ext::attention_fwd", lib=_lib)
+def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, left, right, top_left, scale, softcap, dropout_p, rng_state,
+      return_weights):  # fmt: skip
+    weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
+    return _in_order_of(q, v.shape[3]), _lse_of(q), q.new_empty(weights)
+
+
+@torch.library.register_fake("mha_ext::attention_bwd", lib=_lib)
+def _(dout, dlse, dweights, q, k, v, out, lse, bias, mask, begin, end, query_ids, key_ids, left, right, top_left, scale,
+      softcap, dropout_p, rng_state, need_dbias):  # fmt: skip
+    gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
+    return *gradients, _dbias_of(bias, need_dbias, q)
+
+
+@torch.library.register_fake("mha_ext::masked_softmax_fwd", lib=_lib)
+def _(scores, *args):
+    return scores.new_empty(scores.shape), _lse_of(scores)
+
+
+@torch.library.register_fake("mha_ext::masked_softmax_bwd", lib=_lib)
+def _(dout, scores, lse, bias, *args):
+    return scores.new_empty(scores.shape), _dbias_of(bias, args[-1], scores)
+
+
+@torch.library.register_fake("mha_ext::split_heads", lib=_lib)
+def _(x, num_heads, bias=None):
+    return x.new_empty([x.shape[0], num_heads, x.shape[1], x.shape[2] // num_heads])
+
+
+@torch.library.register_fake("mha_ext::merge_heads", lib=_lib)
+def _(x, mix=None):
+    return x.new_empty([x.shape[0], x.shape[2], x.shape[1] * x.shape[3]])
+
+
+@torch.library.register_fake("mha_ext::dropout_mask", lib=_lib)
+def _(rng_state, p, B, H, Sq, Sk):
+    return rng_state.new_empty([B, H, Sq, Sk], dtype=torch.bool)
+
+
+@torch.library.register_fake("mha_ext::draw_rng_state", lib=_lib)
+def _(like):
+    return like.new_empty([2], dtype=torch.int64)
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+# Attention saves its inputs, the output and the logsumexp; backward recomputes the rest. The backward ops are
+# differentiable too: their formulas go through the reference.
+
+
+def _attention_fwd_setup(ctx, inputs, output):
+    q, k, v, bias, *mask_tensors = inputs[:9]
+    left, right, top_left, scale, softcap, dropout_p, rng_state, return_weights = inputs[9:]
+    out, lse, weights = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, weights if return_weights else None, bias, *mask_tensors, rng_state)
+    ctx.numbers = left, right, top_left, scale, softcap, dropout_p
+
+
+def _attention_fwd_backward(ctx, dout, dlse, dweights):
+    q, k, v, out, lse, weights, bias, *mask_tensors, rng_state = ctx.saved_tensors
+    nothing = (None,) * 17
+    if dout is None and dlse is None and dweights is None:
+        return nothing
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if weights is None:
+        dweights = None  # the empty placeholder's gradient
+    if dweights is not None:
+        # A weight of 0 contributes nothing, whatever its gradient holds.
+        product = torch.where(weights == 0, 0, weights.to(lse.dtype) * dweights)
+        dlse = -product.sum(-1) if dlse is None else dlse - product.sum(-1)
+    need_dbias = ctx.needs_input_grad[3]
+    gradients = attention_bwd(
+        dout, dlse, dweights, q, k, v, out, lse, bias, *mask_tensors, *ctx.numbers, rng_state, need_dbias
+    )
+    return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)) + nothing[4:]
+
+
+def _attention_bwd_setup(ctx, inputs, output):
+    dout, dlse, dweights, q, k, v, _, _, bias, *mask_tensors = inputs[:14]
+    left, right, top_left, scale, softcap, dropout_p, rng_state, need_dbias = inputs[14:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state)
+    ctx.numbers = left, right, top_left, scale, softcap, dropout_p
+    ctx.need_dbias = need_dbias
+
+
+def _attention_bwd_backward(ctx, *gradients):
+    dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state = ctx.saved_tensors
+    left, right, top_left, scale, softcap, dropout_p = ctx.numbers
+    visible = masks.visible_of(masks.MaskArgs(*mask_tensors, left, right, top_left), q.shape[2], k.shape[2], q.device)
+
+    def first_order(dout, dlse, dweights, q, k, v, bias):
+        def forward(q, k, v, bias):
+            return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state)
+
+        (_, lse, weights), pull = _vjp(forward, (q, k, v, bias))
+        if dweights is None:
+            return pull((dout, torch.zeros_like(lse) if dlse is None else dlse, torch.zeros_like(weights)))
+        # The op takes -rowsum(weights * dweights) as a part of dlse; here autograd finds that term itself.
+        product = (weights.to(lse.dtype) * dweights).sum(-1)
+        return pull((dout, product if dlse is None else dlse + product, dweights))
+
+    if not ctx.need_dbias:
+        gradients = (*gradients[:3], None)
+    gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias), gradients)
+    by_input = (*gradients[:6], None, None, gradients[6])
+    return _where_needed(by_input, ctx) + (None,) * 13
+
+
+def _masked_softmax_fwd_setup(ctx, inputs, output):
+    scores, *modifiers, rng_state = inputs
+    lse = output[1]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(scores, lse, *modifiers[:6], rng_state)
+    ctx.numbers = modifiers[6:]
+
+
+def _masked_softmax_fwd_backward(ctx, dout, _):
+    if dout is None:
+        return (None,) * 13
+    scores, lse, *modifiers, rng_state = ctx.saved_tensors
+    dscores, dbias = masked_softmax_bwd(dout, scores, lse, *modifiers, *ctx.numbers, rng_state, ctx.needs_input_grad[1])
+    return _where_needed((dscores, dbias), ctx) + (None,) * 11
+
+
+def _masked_softmax_bwd_setup(ctx, inputs, output):
+    dout, scores, _, bias, *mask_tensors = inputs[:9]
+    left, right, top_left, scale, dropout_p, rng_state, need_dbias = inputs[9:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dout, scores, bias, *mask_tensors, rng_state)
+    ctx.numbers = left, right, top_left, scale, dropout_p
+    ctx.need_dbias = need_dbias
+
+
+def _masked_softmax_bwd_backward(ctx, ddscores, ddbias):
+    dout, scores, bias, *mask_tensors, rng_state = ctx.saved_tensors
+    left, right, top_left, scale, dropout_p = ctx.numbers
+    args = masks.MaskArgs(*mask_tensors, left, right, top_left)
+    visible = masks.visible_of(args, *scores.shape[2:], scores.device)
+
+    def first_order(dout, scores, bias):
+        def forward(scores, bias):
+            return reference.softmax(scores, bias, visible, scale, dropout_p, rng_state)
+
+        return _vjp(forward, (scores, bias))[1](dout)
+
+    gradients = (ddscores, ddbias if ctx.need_dbias else None)
+    ddout, dscores, dbias = _second_order(first_order, (dout, scores, bias), gradients)
+    return _where_needed((ddout, dscores, None, dbias), ctx) + (None,) * 12
+
+
+def _vjp(function, inputs):
+    """torch.func.vjp for inputs of which some are None; the gradients of those are None."""
+    there = [i for i, x in enumerate(inputs) if x is not None]
+
+    def full(values):
+        filled = [None] * len(inputs)
+        for i, value in zip(there, values):
+            filled[i] = value
+        return filled
+
+    outputs, pull = torch.func.vjp(lambda *given: function(*full(given)), *(inputs[i] for i in there))
+    return outputs, lambda cotangents: full(pull(cotangents))
+
+
+def _second_order(first_order, inputs, cotangents):
+    """The gradients of inputs, given those (or None) of what first_order computes from them."""
+    wanted = [i for i, c in enumerate(cotangents) if c is not None]
+    if not wanted:
+        return [None] * len(inputs)
+
+    def differentiable(*values):
+        results = first_order(*values)
+        return tuple(results[i] for i in wanted)
+
+    return _vjp(differentiable, inputs)[1](tuple(cotangents[i] for i in wanted))
+
+
+def _where_needed(gradients, ctx):
+    return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad))
+
+
+def _split_heads_setup(ctx, inputs, output):
+    pass
+
+
+def _split_heads_backward(ctx, dout):
+    dx = merge_heads(dout) if ctx.needs_input_grad[0] else None
+    dbias = dout.sum((0, 2)).flatten() if ctx.needs_input_grad[2] else None
+    return dx, None, dbias
+
+
+def _merge_heads_setup(ctx, inputs, output):
+    x, mix = inputs
+    ctx.num_heads = x.shape[1]
+    ctx.save_for_backward(x if mix is not None else None, mix)
+
+
+def _merge_heads_backward(ctx, dout):
+    x, mix = ctx.saved_tensors
+    by_head = dout.unflatten(-1, (ctx.num_heads, -1)).transpose(1, 2) if dout.shape[-1] else dout  # [B,H,S,D]
+    if mix is None:
+        return by_head, None
+    dx = merge_heads(by_head, mix.t()).unflatten(-1, (ctx.num_heads, -1)).transpose(1, 2)
+    accumulate = accumulate_dtype(x.dtype)
+    dmix = torch.einsum("bhsd,bgsd->hg", x.to(accumulate), by_head.to(accumulate)).to(mix.dtype)
+    return _where_needed((dx, dmix), ctx)
+
+
+for _name, _backward, _setup in (
+    ("attention_fwd", _attention_fwd_backward, _attention_fwd_setup),
+    ("attention_bwd", _attention_bwd_backward, _attention_bwd_setup),
+    ("masked_softmax_fwd", _masked_softmax_fwd_backward, _masked_softmax_fwd_setup),
+    ("masked_softmax_bwd", _masked_softmax_bwd_backward, _masked_softmax_bwd_setup),
+    ("split_heads", _split_heads_backward, _split_heads_setup),
+    ("merge_heads", _merge_heads_backward, _merge_heads_setup),
+):
+    torch.library.register_autograd(f"mha_ext::{_name}", _backward, setup_context=_setup, lib=_lib)
+
+
+# --- vmap: the mapped dimension is folded into the batch --------------------------------------------------------------
+
+# Their first dimension may be 1 where the others' is B.
+_BROADCASTING = {"bias", "mask", "begin", "end", "query_ids", "key_ids"}
+
+
+def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
+    """[n*B, ...] from a tensor whose mapped dimension is dim (None: not mapped) and whose first other one is B or 1."""
+    x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
+    return x.expand(n, B, *x.shape[2:]).reshape(n * B, *x.shape[2:])
+
+
+def _vmap_by_folding(op, names, main, info, in_dims, *args):
+    n, dims, given = info.batch_size, dict(zip(names, in_dims)), dict(zip(names, args))
+    if given["dropout_p"] > 0:
+        raise ValueError(
+            f"dropout_p is {given['dropout_p']} under vmap; accepted there: 0: apply dropout outside of vmap, or loop."
+        )
+    B = given[main].movedim(dims[main], 0).shape[1] if dims[main] is not None else given[main].shape[0]
+    need_dbias = given.get("need_dbias", False)
+
+    def fold(name, x):
+        if not isinstance(x, Tensor) or name == "rng_state":
+            return x
+        shared = dims[name] is None and name in _BROADCASTING and x.shape[0] == 1
+        return x if shared and not (name == "bias" and need_dbias) else _fold(x, dims[name], n, B)
+
+    outputs = list(op(*(fold(name, x) for name, x in given.items())))
+    for i, x in enumerate(outputs):
+        if x.dim() > 1:  # not a placeholder
+            outputs[i] = x.unflatten(0, (n, B))
+    if need_dbias and B != 1 and given["bias"].shape[1 if dims["bias"] == 0 else 0] == 1:
+        outputs[-1] = outputs[-1].sum(1, keepdim=True)
+    return tuple(outputs), tuple(0 if x.dim() > 1 else None for x in outputs)
+
+
+def _loop(op, info, in_dims, *args):
+    results = [op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims))) for i in range(info.batch_size)]
+    return torch.stack(results), 0
+
+
+def _vmap_heads(op, info, in_dims, x, *args):
+    if any(d is not None for d in in_dims[1:]) or in_dims[0] is None:
+        return _loop(op, info, in_dims, x, *args)
+    x = x.movedim(in_dims[0], 0)
+    return op(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
+
+
+def _register_vmaps():
+    for op, main in (
+        (attention_fwd, "q"), (attention_bwd, "q"), (masked_softmax_fwd, "scores"), (masked_softmax_bwd, "scores")
+    ):  # fmt: skip
+        names = [a.name for a in op._schema.arguments]
+        torch.library.register_vmap(op.name(), functools.partial(_vmap_by_folding, op, names, main), lib=_lib)
+    for op in (split_heads, merge_heads):
+        torch.library.register_vmap(op.name(), functools.partial(_vmap_heads, op), lib=_lib)
+
+
+@torch.library.register_vmap("mha_ext::draw_rng_state", lib=_lib)
+def _(info, in_dims, like):
+    raise ValueError(
+        "dropout was asked for under vmap; accepted there: dropout_p=0: apply dropout outside of vmap, or loop."
+    )
+
+
+_register_vmaps()

@@ -1,0 +1,303 @@
+"""The functions: they check, lower masks to op arguments, and call the ops.
+
+Shapes: B batch, H query heads, Hk key/value heads (H % Hk == 0), Sq and Sk lengths, D query/key head size, Dv value
+head size. Types: float64, float32, bfloat16, float16; under torch.autocast inputs are cast to its type (float64 stays).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, masks
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+):
+    """softmax(softcap(scale * q k^T) + bias, masked) v, blocked: memory grows with lengths, not with their product.
+
+    Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017); grouped key/value heads to Ainslie
+    et al. ("GQA", 2023); the blocked algorithm to Dao et al. ("FlashAttention", 2022).
+
+    Args:
+        q: queries [B,H,Sq,D]. Any strides; a last dimension that is not contiguous costs a copy. So for k and v.
+        k: keys [B,Hk,Sk,D]; query head h reads key/value head h // (H / Hk).
+        v: values [B,Hk,Sk,Dv].
+        mask: a mask object of mha_ext.masks, or a bool tensor, True = attend: [Sq,Sk], or 4-d broadcastable to
+            [B,H,Sq,Sk]. A row that sees no key gives 0; what a hidden key or value holds, NaN too, has no influence.
+        bias: floating-point tensor of the same shapes, added to the scaled (and soft-capped) scores; may require grad.
+        scale: factor of the scores; default 1 / sqrt(D).
+        dropout_p: probability of dropping a weight; kept weights are scaled by 1 / (1 - dropout_p).
+        softcap: c > 0 limits scores to c * tanh(score / c); 0 does not.
+        sinks, pre_mix, post_mix: not available in this version.
+        rng_state: int64 tensor [2] (seed, offset) that makes dropout reproducible on any device; by default it is drawn
+            from torch's default generator.
+        deterministic: True, False, or None for torch's own setting. On the CPU the result is always the same.
+        return_lse: also return the natural logarithm of the softmax's denominators, [B,H,Sq], float32 (float64 for
+            float64 inputs), -inf for rows that see no key.
+        return_weights: also return the weights [B,H,Sq,Sk] that made the output, after dropout, in q's type.
+
+    Returns:
+        out [B,H,Sq,Dv], its dimensions in the order that q has in memory; or (out, lse), (out, weights),
+        (out, lse, weights). All of them are differentiable, twice.
+
+    Raises:
+        ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
+    """
+    if sinks is not None or pre_mix is not None or post_mix is not None:
+        raise _not_available(sinks=sinks, pre_mix=pre_mix, post_mix=post_mix)
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        q, k, v = _autocast(device_type, q, k, v)
+    _checks.attention_inputs(q, k, v, _ops.without_cuda)
+    _, _, Sq, D = q.shape
+    if mask is None:
+        args = masks.NO_MASK
+    else:
+        args = masks.lower(mask, q.shape[0], q.shape[1], Sq, k.shape[2], q.device)
+    if bias is not None:
+        bias = _checks.bias_tensor(bias, q.dtype, q.device, q.shape[0], q.shape[1], Sq, k.shape[2])
+    if scale is None:
+        scale = D**-0.5 if D > 0 else 1.0
+    if dropout_p != 0.0:
+        rng_state = _rng_state(dropout_p, rng_state, q)
+    else:
+        rng_state = None
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; accepted: a positive limit of the scores, or 0 for none.")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is {deterministic!r}; accepted: True, False or None.")
+    out, lse, weights = _ops.attention_fwd(q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights)
+    if return_lse:
+        return (out, lse, weights) if return_weights else (out, lse)
+    return (out, weights) if return_weights else out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """A drop-in for torch.nn.functional.scaled_dot_product_attention, with its semantics, on these kernels.
+
+    Args:
+        query, key, value: [..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv]; leading dimensions broadcast.
+        attn_mask: bool (True = attend) or floating-point (added to the scores; may require grad) tensor that broadcasts
+            to [..., H, Sq, Sk]. Three dimensions of which the first is both the batch size and the number of heads are
+            refused: say mask[None] or mask[:, None].
+        is_causal: query i sees keys j <= i (top-left, as in torch). With attn_mask both apply.
+        enable_gqa: let H be a multiple of Hk.
+
+    Returns:
+        [..., H, Sq, Dv]. Unlike torch, a row that sees no key gives 0 instead of NaN.
+    """
+    dim = query.dim()
+    if dim != 4 or key.dim() != 4 or value.dim() != 4:
+        return _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    B, H = query.shape[:2]
+    Hk = key.shape[1]
+    if not enable_gqa and H != Hk and H != 1 and Hk != 1:
+        raise ValueError(
+            f"query has {H} heads and key has {Hk} (shapes {_checks.text(query.shape)}, {_checks.text(key.shape)}); "
+            "accepted: equal head counts, or H a multiple of Hk with enable_gqa=True."
+        )
+    if key.shape[:2] != (B, H) or value.shape[:2] != (B, H):
+        query, key, value = _broadcast_batch_and_heads(query, key, value)
+    mask = masks.Causal("top_left") if is_causal else None
+    bias = None
+    if attn_mask is not None:
+        attn_mask = _sdpa_mask(attn_mask, *query.shape[:3], key.shape[2])
+        if attn_mask.dtype != torch.bool:
+            bias = attn_mask
+            if torch.is_autocast_enabled(query.device.type):
+                bias = bias.to(torch.get_autocast_dtype(query.device.type))
+        else:
+            mask = masks.Dense(attn_mask) if mask is None else mask & masks.Dense(attn_mask)
+    return attention(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)
+
+
+def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor:
+    """[B,S,H*D] -> [B,H,S,D] contiguous, with bias [H*D] added on the way if given.
+
+    Attention does not need this copy: x.unflatten(-1, (H, D)).transpose(1, 2) is read in place.
+    """
+    _checks.one_tensor(x, "x", "[B,S,H*D]", 3, _ops.without_cuda)
+    if num_heads < 1 or x.shape[2] % num_heads:
+        raise ValueError(
+            f"x has shape {_checks.text(x.shape)} and num_heads is {num_heads}; accepted: [B,S,H*D] with "
+            "H = num_heads >= 1."
+        )
+    if bias is not None:
+        bias = _parameter(bias, "bias", (x.shape[2],), x)
+    return _ops.split_heads(x, num_heads, bias)
+
+
+def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
+    """[B,H,S,D] -> [B,S,H*D] contiguous; with mix [H,H], head g of the result is sum_h mix[h,g] * (head h of x)."""
+    _checks.one_tensor(x, "x", "[B,H,S,D]", 4, _ops.without_cuda)
+    if mix is not None:
+        mix = _parameter(mix, "mix", (x.shape[1], x.shape[1]), x)
+    return _ops.merge_heads(x, mix)
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: masks.Mask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * scores + bias, masked) over the last dimension, then dropout; in one pass over memory.
+
+    Args:
+        scores: [B,H,Sq,Sk] or [Sq,Sk], any strides.
+        mask, bias, dropout_p, rng_state: as in attention.
+
+    Returns:
+        The weights, in scores' shape and type, contiguous. A row that sees no key is 0.
+    """
+    if isinstance(scores, Tensor) and scores.dim() == 2:
+        return masked_softmax(
+            scores[None, None], mask, bias=bias, scale=scale, dropout_p=dropout_p, rng_state=rng_state
+        )[0, 0]
+    _checks.one_tensor(scores, "scores", "[B,H,Sq,Sk] or [Sq,Sk]", 4, _ops.without_cuda)
+    sizes = scores.shape
+    args = masks.lower(mask, *sizes, scores.device)
+    if bias is not None:
+        bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
+    rng_state = _rng_state(dropout_p, rng_state, scores) if dropout_p != 0.0 else None
+    return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
+
+
+def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, device=None) -> Tensor:
+    """The bool tensor [B,H,Sq,Sk] (True = kept) of the weights that attention and masked_softmax keep for rng_state.
+
+    Whether weight (b,h,i,j) is kept depends on rng_state, p and (b * H + h, i, j) only: not on the device, the number
+    of threads or the lengths.
+    """
+    _checks.probability("p", p)
+    if min(B, H, Sq, Sk) < 0:
+        raise ValueError(f"B, H, Sq, Sk are {B}, {H}, {Sq}, {Sk}; accepted: sizes >= 0.")
+    device = torch.device(device) if device is not None else getattr(rng_state, "device", None)
+    state = _checks.rng_state(rng_state, device)
+    if _ops.without_cuda is not None and state.is_cuda:
+        raise _checks.no_cuda(_ops.without_cuda)
+    return _ops.dropout_mask(state, p, B, H, Sq, Sk)
+
+
+def _not_available(**given) -> Exception:
+    names = " and ".join(name for name, value in given.items() if value is not None)
+    return ValueError(f"{names} was given; it is not available in this version of mha_ext: leave it out.")
+
+
+def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _rng_state(dropout_p: float, rng_state: Tensor | None, like: Tensor) -> Tensor:
+    _checks.probability("dropout_p", dropout_p)
+    return _ops.draw_rng_state(like) if rng_state is None else _checks.rng_state(rng_state, like.device)
+
+
+def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """bias or mix, checked; under autocast it follows like's type."""
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: {_checks.text(shape)}.")
+    _checks.same_device(x, name, like.device)
+    if x.dtype != like.dtype:
+        if not torch.is_autocast_enabled(like.device.type):
+            raise TypeError(
+                f"{name} is {_checks.name_of(x.dtype)} but x is {_checks.name_of(like.dtype)}; accepted: one "
+                "dtype: convert it."
+            )
+        x = x.to(like.dtype)
+    return x
+
+
+def _sdpa_mask(mask: Tensor, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+    """A mask of any rank that broadcasts to [B,H,Sq,Sk], as a 4-d one."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        given = f"a {_checks.name_of(mask.dtype)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(
+            f"attn_mask is {given}; accepted: a bool tensor (True = attend) or a floating-point one: convert it."
+        )
+    shape, full = mask.shape, (B, H, Sq, Sk)
+    if len(shape) == 3 and shape[0] > 1 and shape[0] == B and shape[0] == H:
+        raise ValueError(
+            f"attn_mask has shape {_checks.text(shape)}, which may be per batch element or per head of [B,H,Sq,Sk] = "
+            f"{_checks.text(full)}: use attn_mask[:, None] for one per batch element, attn_mask[None] for one per head."
+        )
+    if len(shape) <= 4 and all(n == 1 or n == m for n, m in zip(reversed(shape), reversed(full))):
+        return mask.view(*(1,) * (4 - len(shape)), *shape) if len(shape) < 4 else mask
+    raise ValueError(
+        f"attn_mask has shape {_checks.text(shape)}; accepted: a shape that broadcasts to [B,H,Sq,Sk] = "
+        f"{_checks.text(full)}."
+    )
+
+
+def _broadcast_batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Expands (without a copy) batch and head dimensions of size 1 as a matrix product would."""
+    batch = _broadcast_size(q.shape[0], k.shape[0], v.shape[0])
+    kv_heads = _broadcast_size(k.shape[1], v.shape[1])
+    q = q.expand(batch, kv_heads if q.shape[1] == 1 else -1, -1, -1)
+    return q, k.expand(batch, kv_heads, -1, -1), v.expand(batch, kv_heads, -1, -1)
+
+
+def _broadcast_size(*sizes: int) -> int:
+    """What sizes broadcast to, or -1 (expand leaves the dimension alone) if they do not: later checks refuse them."""
+    others = [n for n in sizes if n != 1]
+    return others[0] if others and all(n == others[0] for n in others) else -1
+
+
+def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+    """Leading dimensions become one batch; where there are none, they are added."""
+    tensors = (query, key, value)
+    ranks = [x.dim() for x in tensors]
+    lead_shapes = [x.shape[:-3] for x in tensors] + ([attn_mask.shape[:-3]] if isinstance(attn_mask, Tensor) else [])
+    try:
+        lead = torch.broadcast_shapes((1,), *lead_shapes)
+    except RuntimeError:
+        lead = None
+    if min(ranks) < 2 or lead is None or len(lead) > max(1, max(ranks) - 3):
+        shapes = ", ".join(_checks.text(x.shape) for x in tensors)
+        raise ValueError(
+            f"query, key, value have shapes {shapes}"
+            + (f" and attn_mask {_checks.text(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else "")
+            + "; accepted: [..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv] whose leading dimensions broadcast."
+        )
+
+    def one_batch(x: Tensor) -> Tensor:
+        x = x.view(*(1,) * (3 - x.dim()), *x.shape) if x.dim() < 3 else x
+        return x.expand(*lead, *x.shape[-3:]).flatten(0, len(lead) - 1)
+
+    q, k, v = map(one_batch, tensors)
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        attn_mask = one_batch(attn_mask)
+    out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out.reshape((*lead, *out.shape[1:])[-max(ranks) :])

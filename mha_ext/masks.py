@@ -1,0 +1,298 @@
+"""Masks: what each query may see. True means "attend" everywhere in this module.
+
+Shapes: B batch, H query heads, Sq query length, Sk key length. With the offset o = Sk - Sq, query i stands at key
+position i + o ("bottom-right"), as when the queries are the last ones of a sequence. Masks combine with ``&``: a key is
+visible only if every part shows it. All but Dense cost O(S) memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _checks
+
+
+class MaskArgs(NamedTuple):
+    """A mask as the ops take it; see the ops' schemas. All parts apply together."""
+
+    mask: Tensor | None = None  # bool, 4-d, each dimension full or 1
+    begin: Tensor | None = None  # int64 [B or 1, Sq or 1]
+    end: Tensor | None = None  # int64 [B or 1, Sq or 1]
+    query_ids: Tensor | None = None  # int64 [B or 1, Sq]
+    key_ids: Tensor | None = None  # int64 [B or 1, Sk]
+    left: int | None = None
+    right: int | None = None
+    top_left: bool = False
+
+
+NO_MASK = MaskArgs()
+
+
+class Mask:
+    """Base of all masks. Subclasses define lower() and to_dense()."""
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise TypeError(
+                f"a mask was combined with {type(other).__name__}; & accepts mask objects: wrap a bool tensor in "
+                "masks.Dense(tensor)."
+            )
+        return And(self, other)
+
+    def lower(self, B: int, H: int, Sq: int, Sk: int, device: torch.device) -> MaskArgs:
+        """The arguments that the ops take. Never looks at values, so it neither synchronises nor breaks a graph."""
+        raise NotImplementedError
+
+    def to_dense(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+        """The mask as a bool tensor [B,H,Sq,Sk] (perhaps an expanded view), True = attend."""
+        return self._visible(B, H, Sq, Sk).expand(B, H, Sq, Sk)
+
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+        raise NotImplementedError
+
+
+def _rows_and_keys(Sq: int, Sk: int, device=None) -> tuple[Tensor, Tensor]:
+    return torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
+
+
+class Causal(Mask):
+    """Query i sees key j only if j <= i + o. ``align`` is "bottom_right" (o = Sk - Sq) or "top_left" (o = 0)."""
+
+    def __init__(self, align: str = "bottom_right"):
+        if align not in ("bottom_right", "top_left"):
+            raise ValueError(f'align is {align!r}; Causal accepts "bottom_right" or "top_left".')
+        self.align = align
+
+    def lower(self, B, H, Sq, Sk, device):
+        return MaskArgs(top_left=True) if self.align == "top_left" else MaskArgs(right=0)
+
+    def _visible(self, B, H, Sq, Sk):
+        i, j = _rows_and_keys(Sq, Sk)
+        return j <= (i if self.align == "top_left" else i + (Sk - Sq))
+
+    def __repr__(self):
+        return f'Causal("{self.align}")'
+
+
+class Window(Mask):
+    """Query i sees keys i + o - left <= j <= i + o + right, with o = Sk - Sq. None means no limit on that side."""
+
+    def __init__(self, left: int | None, right: int | None):
+        for name, limit in (("left", left), ("right", right)):
+            if limit is not None and (not isinstance(limit, int) or limit < 0):
+                raise ValueError(f"{name} is {limit!r}; Window accepts an int >= 0, or None for no limit.")
+        self.left, self.right = left, right
+
+    def lower(self, B, H, Sq, Sk, device):
+        return MaskArgs(left=self.left, right=self.right)
+
+    def _visible(self, B, H, Sq, Sk):
+        i, j = _rows_and_keys(Sq, Sk)
+        distance = j - i - (Sk - Sq)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            visible &= distance >= -self.left
+        if self.right is not None:
+            visible &= distance <= self.right
+        return visible
+
+    def __repr__(self):
+        return f"Window({self.left}, {self.right})"
+
+
+class _PerSequence(Mask):
+    """A mask made of one integer per batch element, [B] or [1]."""
+
+    def __init__(self, values: Tensor):
+        self.values = _checks.integer_tensor(values, type(self).__name__, "[B]", 1)
+
+    def _column(self, B: int, device: torch.device | None = None) -> Tensor:
+        values = self.values
+        name = type(self).__name__
+        if values.shape[0] != B and values.shape[0] != 1:
+            raise ValueError(
+                f"{name} was given a tensor of shape {_checks.text(values.shape)}; it accepts [B] = [{B}]."
+            )
+        if device is not None:
+            _checks.same_device(values, name, device)
+        return values[:, None]
+
+    def __repr__(self):
+        return f"{type(self).__name__}({_checks.text(self.values.shape)})"
+
+
+class Padding(_PerSequence):
+    """Keys j < key_lengths[b] are visible: padding at the end. key_lengths: integer tensor [B]."""
+
+    def __init__(self, key_lengths: Tensor):
+        super().__init__(key_lengths)
+
+    def lower(self, B, H, Sq, Sk, device):
+        return MaskArgs(end=self._column(B, device))
+
+    def _visible(self, B, H, Sq, Sk):
+        return torch.arange(Sk, device=self.values.device) < self._column(B)[:, None, None]
+
+
+class LeftPadding(_PerSequence):
+    """Keys j >= starts[b] are visible: padding at the beginning. starts: integer tensor [B]."""
+
+    def __init__(self, starts: Tensor):
+        super().__init__(starts)
+
+    def lower(self, B, H, Sq, Sk, device):
+        return MaskArgs(begin=self._column(B, device))
+
+    def _visible(self, B, H, Sq, Sk):
+        return torch.arange(Sk, device=self.values.device) >= self._column(B)[:, None, None]
+
+
+class Prefix(_PerSequence):
+    """Prefix language model: key j is visible if j < lengths[b] or j <= i + o. lengths: integer tensor [B]."""
+
+    def __init__(self, lengths: Tensor):
+        super().__init__(lengths)
+
+    def lower(self, B, H, Sq, Sk, device):
+        causal_end = torch.arange(Sq, device=device) + (Sk - Sq + 1)
+        return MaskArgs(end=torch.maximum(self._column(B, device), causal_end))
+
+    def _visible(self, B, H, Sq, Sk):
+        i, j = _rows_and_keys(Sq, Sk, self.values.device)
+        return (j < self._column(B)[:, None, None]) | (j <= i + (Sk - Sq))
+
+
+class Documents(Mask):
+    """Packed documents: a query sees the keys with its own id. ids: integer tensor [B,Sk] or [1,Sk].
+
+    With Sq < Sk the queries are the last Sq positions. Combine with Causal() for packed language modelling.
+    """
+
+    def __init__(self, ids: Tensor):
+        self.ids = _checks.integer_tensor(ids, "Documents", "[B,S]", 2)
+
+    def _ids(self, B: int, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+        shape = self.ids.shape
+        if (shape[0] != B and shape[0] != 1) or shape[1] != Sk or Sq > Sk:
+            raise ValueError(
+                f"Documents was given ids of shape {_checks.text(shape)} for {Sq} queries; it accepts [B,Sk] = "
+                f"[{B},{Sk}] and no more queries than keys."
+            )
+        return self.ids[:, Sk - Sq :], self.ids
+
+    def lower(self, B, H, Sq, Sk, device):
+        _checks.same_device(self.ids, "Documents", device)
+        query_ids, key_ids = self._ids(B, Sq, Sk)
+        return MaskArgs(query_ids=query_ids, key_ids=key_ids)
+
+    def _visible(self, B, H, Sq, Sk):
+        return _same_document(*self._ids(B, Sq, Sk))
+
+    def __repr__(self):
+        return f"Documents({_checks.text(self.ids.shape)})"
+
+
+class Dense(Mask):
+    """Any bool tensor, True = attend: [Sq,Sk], or 4-d broadcastable to [B,H,Sq,Sk]. Read in place, by its strides."""
+
+    def __init__(self, tensor: Tensor):
+        _checks.bool_mask(tensor, "mask")
+        self.tensor = tensor
+
+    def lower(self, B, H, Sq, Sk, device):
+        _checks.same_device(self.tensor, "mask", device)
+        return MaskArgs(mask=_checks.as_4d(self.tensor, "mask", B, H, Sq, Sk))
+
+    def _visible(self, B, H, Sq, Sk):
+        return _checks.as_4d(self.tensor, "mask", B, H, Sq, Sk)
+
+    def __repr__(self):
+        return f"Dense({_checks.text(self.tensor.shape)})"
+
+
+class And(Mask):
+    """Several masks at once; written ``a & b``."""
+
+    def __init__(self, *parts: Mask):
+        self.parts = tuple(p for part in parts for p in (part.parts if isinstance(part, And) else (part,)))
+
+    def lower(self, B, H, Sq, Sk, device):
+        args = NO_MASK
+        for part in self.parts:
+            args = _both(args, part.lower(B, H, Sq, Sk, device))
+        return args
+
+    def _visible(self, B, H, Sq, Sk):
+        visible = self.parts[0]._visible(B, H, Sq, Sk)
+        for part in self.parts[1:]:
+            visible = visible & part._visible(B, H, Sq, Sk)
+        return visible
+
+    def __repr__(self):
+        return " & ".join(map(repr, self.parts))
+
+
+def _same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+
+
+def _combine(a, b, function):
+    if a is None or b is None:
+        return b if a is None else a
+    return function(a, b)
+
+
+def _both(a: MaskArgs, b: MaskArgs) -> MaskArgs:
+    dense = _combine(a.mask, b.mask, torch.logical_and)
+    query_ids, key_ids = (b.query_ids, b.key_ids) if a.query_ids is None else (a.query_ids, a.key_ids)
+    if a.query_ids is not None and b.query_ids is not None:  # the ops take one pair of ids
+        dense = _combine(dense, _same_document(b.query_ids, b.key_ids), torch.logical_and)
+    return MaskArgs(
+        mask=dense,
+        begin=_combine(a.begin, b.begin, torch.maximum),
+        end=_combine(a.end, b.end, torch.minimum),
+        query_ids=query_ids,
+        key_ids=key_ids,
+        left=_combine(a.left, b.left, min),
+        right=_combine(a.right, b.right, min),
+        top_left=a.top_left or b.top_left,
+    )
+
+
+def lower(mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device) -> MaskArgs:
+    """The ops' arguments for what users pass as ``mask=``: a mask object, a bool tensor, or None."""
+    if mask is None:
+        return NO_MASK
+    if isinstance(mask, Mask):
+        return mask.lower(B, H, Sq, Sk, device)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
+    return Dense(mask).lower(B, H, Sq, Sk, device)
+
+
+def visible_of(args: MaskArgs, Sq: int, Sk: int, device: torch.device) -> Tensor | None:
+    """What op arguments let each query see: a bool tensor that broadcasts to [B,H,Sq,Sk], or None for everything."""
+    i, j = _rows_and_keys(Sq, Sk, device)
+    o = Sk - Sq
+    parts = []
+    if args.left is not None:
+        parts.append(j >= i + (o - args.left))
+    if args.right is not None:
+        parts.append(j <= i + (o + args.right))
+    if args.top_left:
+        parts.append(j <= i)
+    if args.begin is not None:
+        parts.append(j >= args.begin[:, None, :, None])
+    if args.end is not None:
+        parts.append(j < args.end[:, None, :, None])
+    if args.query_ids is not None:
+        parts.append(_same_document(args.query_ids, args.key_ids))
+    if args.mask is not None:
+        parts.append(args.mask)
+    visible = None
+    for part in parts:
+        visible = part if visible is None else visible & part
+    return visible

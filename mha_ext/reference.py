@@ -1,0 +1,125 @@
+"""What attention is, in plain differentiable torch code: the truth that kernels are tested against, in any precision.
+
+It stores whole [B,H,Sq,Sk] matrices. The ops use it for double backward; users may use it to check a result. Statistics
+are kept in fp32, or in fp64 for fp64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, masks
+
+_MASK32 = 0xFFFFFFFF
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask=None, bias=None, scale=None, dropout_p=0.0, softcap=0.0, rng_state=None,
+    return_lse=False, return_weights=False,
+):  # fmt: skip
+    """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
+    (B, H, Sq, D), Sk = q.shape, k.shape[2]
+    visible = _visible(mask, B, H, Sq, Sk)
+    if scale is None:
+        scale = D**-0.5 if D > 0 else 1.0
+    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state)
+    extra = ([lse] if return_lse else []) + ([weights] if return_weights else [])
+    return (out, *extra) if extra else out
+
+
+def masked_softmax(scores: Tensor, mask=None, *, bias=None, scale=1.0, dropout_p=0.0, rng_state=None) -> Tensor:
+    """The same as mha_ext.masked_softmax for scores [B,H,Sq,Sk]."""
+    visible = _visible(mask, *scores.shape)
+    return softmax(scores, bias, visible, scale, dropout_p, rng_state)
+
+
+def attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights); visible is a bool tensor that broadcasts to [B,H,Sq,Sk], or None."""
+    (B, H, Sq, _), Hk, Sk = q.shape, k.shape[1], k.shape[2]
+    dtype = _checks.accumulate_dtype(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        if visible is not None:
+            q, k, v = _without_unseen_rows(q, k, v, visible.expand(B, H, Sq, Sk))
+        group = H // Hk if Hk else 1
+        keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+        scores = q.to(dtype) @ keys.mT * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights, lse = _softmax_and_lse(scores, bias, visible)
+        weights = dropout(weights, dropout_p, rng_state)
+        return (weights @ values).to(q.dtype), lse, weights.to(q.dtype)
+
+
+def softmax(scores, bias, visible, scale, dropout_p, rng_state) -> Tensor:
+    """The masked softmax over the last dimension, then dropout."""
+    weights, _ = _softmax_and_lse(scores.to(_checks.accumulate_dtype(scores.dtype)) * scale, bias, visible)
+    return dropout(weights, dropout_p, rng_state).to(scores.dtype)
+
+
+def _softmax_and_lse(scores: Tensor, bias: Tensor | None, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if visible is not None:
+        scores = torch.where(visible, scores, float("-inf"))
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], float("-inf"))
+    top = scores.detach().amax(-1, keepdim=True)
+    empty = top == float("-inf")  # rows that see nothing: every weight is 0, and no gradient may become NaN
+    exps = torch.exp(scores - torch.where(empty, 0.0, top))
+    total = torch.where(empty, 1.0, exps.sum(-1, keepdim=True))
+    lse = torch.where(empty, float("-inf"), total.log() + top)
+    return exps / total, lse.squeeze(-1)
+
+
+def _without_unseen_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeroes queries that see no key, and keys and values that no query sees: NaN there must stay out of products."""
+    seeing = visible.any(3)[..., None]
+    B, H, _, Sk = visible.shape
+    seen = visible.any(2).view(B, k.shape[1], -1, Sk).any(2)[..., None] if k.shape[1] else visible.any(2)[..., None]
+    return torch.where(seeing, q, 0), torch.where(seen, k, 0), torch.where(seen, v, 0)
+
+
+def dropout(weights: Tensor, p: float, rng_state: Tensor | None) -> Tensor:
+    """Zeroes the weights that (seed, offset) drop and scales the others by 1 / (1 - p)."""
+    if p == 0:
+        return weights
+    if p == 1:
+        return weights * 0
+    return torch.where(dropout_mask(rng_state, p, *weights.shape), weights / (1 - p), 0)
+
+
+def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+    """bool [B,H,Sq,Sk], True = kept: the same bits as mha_ext.dropout_mask, computed with tensor arithmetic."""
+    device = rng_state.device
+    quads = (Sk + 3) // 4
+    key_quad = torch.arange(quads, device=device)
+    query = torch.arange(Sq, device=device)[:, None]
+    batch_head = torch.arange(B * H, device=device).view(B, H, 1, 1)
+    seed, offset = rng_state[0], rng_state[1]
+    key0, key1 = seed & _MASK32, (seed >> 32 & _MASK32) ^ (offset >> 32 & _MASK32)
+    words = torch.stack(_philox4x32_10(key_quad, query, batch_head, offset & _MASK32, key0, key1), dim=-1)
+    threshold = min(int(p * 2**32), _MASK32)
+    kept = words.expand(B, H, Sq, quads, 4).flatten(3)[..., :Sk] >= threshold
+    return kept & (p < 1)
+
+
+def _philox4x32_10(c0, c1, c2, c3, key0, key1):
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensors."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits: int64 wraps around
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & _MASK32) ^ c1 ^ key0,
+            product1 & _MASK32,
+            (product0 >> 32 & _MASK32) ^ c3 ^ key1,
+            product0 & _MASK32,
+        )
+        key0, key1 = key0 + 0x9E3779B9 & _MASK32, key1 + 0xBB67AE85 & _MASK32
+    return c0, c1, c2, c3
+
+
+def _visible(mask, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return (mask if isinstance(mask, masks.Mask) else masks.Dense(mask)).to_dense(B, H, Sq, Sk)
