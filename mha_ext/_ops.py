@@ -18,8 +18,8 @@ try:
     from . import _C
 except ImportError as error:
     raise ImportError(
-        f"mha_ext's compiled part did not load ({error}); build it for the torch that is installed ({torch.__version__})"
-        " with:        " pip install --no-build-isolation ."
+        f"mha_ext's compiled part did not load ({error}); build it for the torch that is installed "
+        f"({torch.__version__}) with: pip install --no-build-isolation ."
     ) from error
 
 build_info: dict = _C.build_info()

@@ -32,7 +32,7 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
 ):
-    """softmax(softcap(scale * q k^T) + bias, masked) v, blocked: memory grows with lengths, not with their product.
+    """softmax(softcap(scale * q k^T) + bias, masked) v, blocked: memory grows with the lengths only.
 
     Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017); grouped key/value heads to Ainslie
     et al. ("GQA", 2023); the blocked algorithm to Dao et al. ("FlashAttention", 2022).
