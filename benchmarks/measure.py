@@ -1,0 +1,203 @@
+"""Times, peak memory and the machine's own limits, measured so that contenders can be compared.
+
+All contenders of a row are timed in turn within one process: each round calls every contender once, and the median
+over the rounds is reported. Whatever disturbs the machine for a while thus disturbs all of them alike.
+"""
+
+import ctypes
+import gc
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+import mha_ext
+
+ROUNDS = 7  # the least for a median; slow contenders get fewer, and the table says so
+SLOW_ROUNDS = 3
+SLOW_SECONDS = 1.0  # for the baseline and mha_ext
+SLOW_OTHER_SECONDS = 0.1  # for the contenders beside them
+SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sample lasts about this long
+
+
+@dataclass
+class Case:
+    """What one row of the benchmark compares: calls that should give equal results."""
+
+    calls: dict[str, Callable]  # contender -> call without arguments that returns a tensor or a tuple of tensors
+    baseline: str  # the contender that the others' speed is given against
+    expected: Callable  # gives the tensors that every contender's result is checked against
+    flops: float = 0.0
+    bytes: float = 0.0  # bytes that any implementation has to move, for rows bound by memory
+    peak: str = "float32"  # which measured peak the share is taken of
+    skipped: dict[str, str] = field(default_factory=dict)  # contender -> why it is not run
+    check: Callable | None = None  # replaces the comparison of tensors: (result) -> error, where above 1 is wrong
+
+
+@dataclass
+class Timing:
+    contender: str
+    seconds: float = math.nan
+    fastest: float = math.nan
+    slowest: float = math.nan
+    rounds: int = 0
+    peak_bytes: float = math.nan
+    error: float = math.nan
+    note: str = ""
+
+
+def as_tuple(result) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def relative_error(result, expected) -> float:
+    """The largest distance over the tensors of a result, relative to the expected tensor's norm."""
+    worst = 0.0
+    for got, want in zip(as_tuple(result), as_tuple(expected), strict=True):
+        if got.shape != want.shape or not torch.isfinite(got).all():
+            return math.inf
+        norm = want.norm(dtype=torch.float32).item()
+        worst = max(worst, (got.float() - want.float()).norm().item() / (norm or 1.0))
+    return worst
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Half of the dtype's digits: every rounding error passes, no wrong result does. The tests are the strict ones."""
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+def return_freed_memory() -> None:
+    """Gives freed heap pages back to the system, so that the next call's growth is seen in full."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+def status_bytes(key: str) -> int:
+    with open("/proc/self/status") as lines:
+        for line in lines:
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+def peak_growth(call: Callable) -> float:
+    """Bytes by which the process's resident memory grows at most during a call, its result included (Linux only).
+
+    It sees every allocation that is touched, whoever makes it: torch's allocator, a math library or a kernel's own
+    buffers.
+    """
+    return_freed_memory()
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # resets the high-water mark
+        before = status_bytes("VmRSS")
+        result = call()
+        del result
+        return max(0, status_bytes("VmHWM") - before)
+    except OSError:
+        return math.nan
+
+
+def one_sample(call: Callable, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(case: Case, full: bool = False, on_step: Callable[[str], None] = lambda text: None) -> list[Timing]:
+    """Checks every contender, then times them in turn."""
+    expected = case.expected() if case.check is None else None
+    timings, samples, plan = [], {}, {}
+    for name, call in case.calls.items():
+        on_step(f"check {name}")
+        timing = Timing(name)
+        timings.append(timing)
+        result = call()
+        if case.check is not None:
+            timing.error = case.check(result)
+            right = timing.error <= 1
+        else:
+            timing.error = relative_error(result, expected)
+            right = timing.error <= tolerance(as_tuple(result)[0].dtype)
+        del result
+        if not right:
+            timing.note = "wrong result" if math.isfinite(timing.error) else "result not finite"
+            continue
+        timing.peak_bytes = peak_growth(call)
+        seconds = one_sample(call, 1)
+        repeats = max(1, round(SHORT_SECONDS / seconds))
+        main = name == case.baseline or name.startswith("mha_ext")
+        slow = seconds > (SLOW_SECONDS if main else SLOW_OTHER_SECONDS) and not full
+        rounds = SLOW_ROUNDS if slow else ROUNDS if seconds > 0.02 else 3 * ROUNDS
+        plan[name], samples[name] = (rounds, repeats), []
+    del expected
+    return_freed_memory()
+    gc.disable()
+    try:
+        for round_ in range(max((rounds for rounds, _ in plan.values()), default=0)):
+            for name, (rounds, repeats) in plan.items():
+                if round_ < rounds:
+                    on_step(f"round {round_ + 1} {name}")
+                    samples[name].append(one_sample(case.calls[name], repeats))
+    finally:
+        gc.enable()
+    for timing in timings:
+        if times := samples.get(timing.contender):
+            timing.seconds, timing.rounds = statistics.median(times), len(times)
+            timing.fastest, timing.slowest = min(times), max(times)
+            if len(times) < ROUNDS:
+                timing.note = f"{len(times)} rounds"
+    timings += [Timing(name, note=f"not run: {why}") for name, why in case.skipped.items()]
+    return timings
+
+
+def best_seconds(call: Callable, rounds: int = 5) -> float:
+    call()
+    return min(one_sample(call, 1) for _ in range(rounds))
+
+
+def machine_peaks() -> dict[str, float]:
+    """The rates that torch's matrix product and copy reach here: FLOP/s per dtype, and bytes/s moved (read + write)."""
+    peaks = {}
+    n = 2048
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+        peaks[str(dtype).removeprefix("torch.")] = 2 * n**3 / best_seconds(partial(torch.matmul, left, right))
+    source = torch.randn(64 * 2**20)
+    target = torch.empty_like(source)
+    peaks["copy"] = 2 * source.nbytes / best_seconds(lambda: target.copy_(source))
+    return peaks
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def machine_facts() -> dict:
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "torch_cpu_isa": torch.backends.cpu.get_cpu_capability(),
+        "mha_ext_cpu_isa": mha_ext._C.cpu_isa(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mha_ext": mha_ext.__version__,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }

@@ -1,0 +1,196 @@
+"""Rows for the parts of attention (split, merge, masked softmax) and for what masks, bias, dropout and modules cost."""
+
+import copy
+import math
+from functools import partial
+
+import torch
+from contenders import Shape, eager, flex, ours, sdpa, training
+from measure import Case, relative_error
+from rows import BF16, FP16, FP32, NAMES, Row, compare, direction, dtype_key
+
+import mha_ext
+
+SHAPE = Shape(8, 12, 512, 64)
+LARGE_SHAPE = Shape(1, 4, 512, 64)
+LENGTHS = (512, 400, 300, 256, 200, 150, 100, 60)
+
+
+def split_case(dtype: torch.dtype) -> Case:
+    x = torch.randn(8, 512, 768).to(dtype)
+    calls = {
+        "clone": lambda: x.clone().view(8, 512, 12, 64).transpose(1, 2),
+        "mha_ext": lambda: mha_ext.split_heads(x, 12),
+        "view+contiguous": lambda: x.view(8, 512, 12, 64).transpose(1, 2).contiguous(),
+    }
+    return Case(calls, "clone", lambda: x.view(8, 512, 12, 64).transpose(1, 2), bytes=2 * x.nbytes)
+
+
+def merge_case(dtype: torch.dtype) -> Case:
+    x = torch.randn(8, 12, 512, 64).to(dtype)
+    merged = x.transpose(1, 2).reshape(8, 512, 768)
+    calls = {
+        "clone": lambda: merged.clone(),
+        "mha_ext": lambda: mha_ext.merge_heads(x),
+        "transpose+reshape": lambda: x.transpose(1, 2).reshape(8, 512, 768),
+    }
+    return Case(calls, "clone", lambda: merged, bytes=2 * x.nbytes)
+
+
+def softmax_case(dtype: torch.dtype, backward: bool) -> Case:
+    torch.manual_seed(0)
+    scores = torch.randn(8, 12, 512, 512).to(dtype).requires_grad_(backward)
+    visible = torch.rand(8, 1, 1, 512) > 0.1
+    hidden = ~visible
+    calls = {
+        "scale+masked_fill+softmax": lambda: (scores * 0.125).masked_fill(hidden, float("-inf")).softmax(-1),
+        "mha_ext": lambda: mha_ext.masked_softmax(scores, visible, scale=0.125),
+    }
+    wide = scores.detach().float().requires_grad_(backward)
+    forward = lambda: (wide * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)  # noqa: E731
+    expected = forward
+    if backward:
+        dout = torch.randn_like(scores)
+        calls = {name: training(call, [scores], dout) for name, call in calls.items()}
+        expected = training(forward, [wide], dout.float())
+    moved = (5 if backward else 2) * scores.nbytes  # forward reads one and writes one; backward reads two, writes one
+    return Case(calls, "scale+masked_fill+softmax", expected, bytes=moved)
+
+
+def part_rows(full: bool) -> list[Row]:
+    rows = []
+    for dtype in (FP32, BF16):
+        rows.append(Row("parts", f"split_heads [8,512,768] {NAMES[dtype]}", partial(split_case, dtype)))
+        rows.append(Row("parts", f"merge_heads [8,12,512,64] {NAMES[dtype]}", partial(merge_case, dtype)))
+        for backward in (False, True):
+            name = f"masked_softmax [8,12,512,512] {NAMES[dtype]} {direction(backward)}"
+            rows.append(Row("parts", name, partial(softmax_case, dtype, backward)))
+    return rows
+
+
+def dropout_case(dtype: torch.dtype, backward: bool) -> Case:
+    """Dropped elements differ between contenders, so the check is the distance from the undropped output.
+
+    Dropping with probability p leaves an expected relative distance of sqrt(p / (1 - p)).
+    """
+    p = 0.1
+    inputs = SHAPE.inputs(dtype, requires_grad=backward)
+    calls = {
+        "sdpa": lambda: sdpa(*inputs, dropout_p=p),
+        "mha_ext": lambda: ours(*inputs, dropout_p=p),
+        "eager": lambda: eager(*inputs, dropout_p=p),
+    }
+    undropped = sdpa(*(x.detach() for x in inputs))
+
+    def check(result):
+        out = result[0] if backward else result
+        return abs(relative_error(out.detach(), undropped) / math.sqrt(p / (1 - p)) - 1) / 0.1
+
+    return compare(calls, inputs, backward=backward, flops=SHAPE.flops(backward), check=check)
+
+
+def bias_case(dtype: torch.dtype) -> Case:
+    inputs = SHAPE.inputs(dtype, requires_grad=True)
+    inputs.append(torch.randn(1, SHAPE.heads, SHAPE.queries, SHAPE.queries).to(dtype).requires_grad_())
+    q, k, v, bias = inputs
+    dout = torch.randn_like(q)
+    calls = {
+        "sdpa": lambda: sdpa(q, k, v, attn_mask=bias),
+        "mha_ext": lambda: ours(q, k, v, bias=bias),
+        "eager": lambda: eager(q, k, v, bias=bias),
+    }
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    expected = training(lambda: sdpa(*wide[:3], attn_mask=wide[3]), wide, dout.float())
+    calls = {name: training(call, inputs, dout) for name, call in calls.items()}
+    return Case(calls, "sdpa", expected, flops=SHAPE.flops(True), peak=dtype_key(dtype))
+
+
+def padded_case(dtype: torch.dtype, backward: bool) -> Case:
+    inputs = SHAPE.inputs(dtype, requires_grad=backward)
+    lengths = torch.tensor(LENGTHS)
+    visible = (torch.arange(SHAPE.queries) < lengths[:, None])[:, None, None]
+    hidden = ~visible
+    calls = {
+        "sdpa": lambda: sdpa(*inputs, attn_mask=visible),
+        "mha_ext": lambda: ours(*inputs, mask=mha_ext.masks.Padding(lengths)),
+        "eager": lambda: eager(*inputs, hidden=hidden),
+    }
+    pairs = SHAPE.queries * sum(LENGTHS) / len(LENGTHS)
+    return compare(
+        calls,
+        inputs,
+        backward=backward,
+        expected=lambda *wide: sdpa(*wide, attn_mask=visible),
+        flops=SHAPE.flops(backward, pairs),
+    )
+
+
+def window_case(dtype: torch.dtype, backward: bool) -> Case:
+    shape, window = Shape(1, 8, 8192, 64), 256
+    inputs = shape.inputs(dtype, requires_grad=backward)
+    i, j = torch.arange(shape.queries)[:, None], torch.arange(shape.queries)
+    visible = (j <= i) & (i - j < window)
+    mask = mha_ext.masks.Window(window - 1, 0)
+    calls = {"sdpa": lambda: sdpa(*inputs, attn_mask=visible), "mha_ext": lambda: ours(*inputs, mask=mask)}
+    skipped = {"flex": "has no backward on CPU"} if backward else {}
+    if not backward:
+        calls["flex"] = flex(*inputs, visible=lambda b, h, i, j: (i >= j) & (i - j < window))
+    pairs = visible.sum().item()
+    return compare(
+        calls,
+        inputs,
+        backward=backward,
+        expected=lambda *wide: sdpa(*wide, attn_mask=visible),
+        flops=shape.flops(backward, pairs),
+        skipped=skipped,
+    )
+
+
+def module_case(dtype: torch.dtype, backward: bool) -> Case:
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(768, 12, batch_first=True, dtype=dtype).train(backward)
+    mine = mha_ext.nn.MultiheadAttention(768, 12, batch_first=True, dtype=dtype).train(backward)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(8, 512, 768).to(dtype)
+    truth = copy.deepcopy(theirs).float()
+    dout = torch.randn_like(x)
+
+    def call_of(module, x, dout):
+        forward = lambda: module(x, x, x, need_weights=False)[0]  # noqa: E731
+        if backward:
+            return training(forward, list(module.parameters()), dout)
+        return torch.no_grad()(forward)
+
+    calls = {"torch.nn": call_of(theirs, x, dout), "mha_ext.nn": call_of(mine, x, dout)}
+    projections = 2 * 4 * 8 * 512 * 768 * 768
+    flops = SHAPE.flops(backward) + projections * (3 if backward else 1)
+    return Case(calls, "torch.nn", call_of(truth, x.float(), dout.float()), flops=flops, peak=dtype_key(dtype))
+
+
+def large_logits_case() -> Case:
+    """fp16 scores beyond 65504 before scaling: the textbook overflows, and must not be taken for a result."""
+    inputs = [x * 80 if i < 2 else x for i, x in enumerate(LARGE_SHAPE.inputs(FP16))]
+    calls = {"sdpa": lambda: sdpa(*inputs), "mha_ext": lambda: ours(*inputs), "eager": lambda: eager(*inputs)}
+    return compare(calls, inputs, backward=False, flops=LARGE_SHAPE.flops(False))
+
+
+def feature_rows(full: bool) -> list[Row]:
+    dtypes = (FP32, BF16) if full else (FP32,)
+    rows = []
+    for dtype in dtypes:
+        for backward in (False, True):
+            kind = f"{NAMES[dtype]} {direction(backward)}"
+            args = (dtype, backward)
+            rows += [
+                Row("features", f"dropout 0.1 {SHAPE} {kind}", partial(dropout_case, *args)),
+                Row("features", f"padded batch {SHAPE} {kind}", partial(padded_case, *args)),
+                Row("features", f"window 256 B1 H8 S8192 D64 {kind}", partial(window_case, *args)),
+            ]
+        name = f"learned bias [1,12,512,512] {SHAPE} {NAMES[dtype]} fwd+bwd"
+        rows.append(Row("features", name, partial(bias_case, dtype)))
+    for dtype in (FP32, BF16):
+        for backward in (False, True):
+            name = f"MultiheadAttention(768, 12) B8 S512 {NAMES[dtype]} {direction(backward)}"
+            rows.append(Row("modules", name, partial(module_case, dtype, backward)))
+    rows.append(Row("features", f"fp16 large logits {LARGE_SHAPE} fp16 fwd", large_logits_case))
+    return rows

@@ -1,0 +1,174 @@
+"""The rows of the benchmark: a name and a function that makes the inputs and the calls when the row's turn comes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from contenders import Shape, eager, flex, loop, ours, sdpa, training
+from measure import Case
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
+
+MAIN_SHAPES = (
+    Shape(8, 12, 512, 64),
+    Shape(4, 12, 1024, 64, causal=True),
+    Shape(1, 32, 2048, 128, causal=True, kv_heads=8),
+    Shape(1, 8, 8192, 64, causal=True),
+)
+UNFUSED_BYTES = 1 << 30  # scores larger than this keep the unfused contenders out of the default run
+
+
+@dataclass
+class Row:
+    group: str
+    name: str
+    build: Callable[[], Case]
+
+
+def direction(backward: bool) -> str:
+    return "fwd+bwd" if backward else "fwd"
+
+
+def dtype_key(dtype: torch.dtype) -> str:
+    """The measured peak to compare with; torch's fp16 matrix product is too slow on many CPUs to be one."""
+    return "bfloat16" if dtype == BF16 else "float32"
+
+
+def compare(calls: dict[str, Callable], inputs, *, backward: bool, baseline="sdpa", expected=None, **kwargs) -> Case:
+    """A case of forward calls, or of the same with a backward pass after each.
+
+    What is expected is the baseline's result on fp32 copies of the inputs, unless another forward function is given.
+    """
+    expected = expected or sdpa
+
+    def truth():
+        wide = [x.detach().float().requires_grad_(backward) for x in inputs]
+        return training(lambda: expected(*wide), wide, dout.float())() if backward else expected(*wide)
+
+    if backward:
+        dout = torch.randn_like(inputs[0][..., : inputs[2].shape[-1]])
+        calls = {name: training(call, inputs, dout) for name, call in calls.items()}
+    return Case(calls, baseline, truth, peak=dtype_key(inputs[0].dtype), **kwargs)
+
+
+def main_case(shape: Shape, dtype: torch.dtype, backward: bool, full: bool) -> Case:
+    inputs = shape.inputs(dtype, requires_grad=backward)
+    causal = shape.causal
+    skipped = {}
+    calls = {
+        "sdpa": lambda: sdpa(*inputs, causal=causal),
+        "mha_ext": lambda: ours(*inputs, causal=causal),
+    }
+    if full or shape.scores_bytes < UNFUSED_BYTES // 2:
+        calls["eager"] = lambda: eager(*inputs, causal=causal)
+        calls["loop over heads"] = lambda: loop(*inputs, causal=causal)
+    else:
+        skipped |= dict.fromkeys(
+            ("eager", "loop over heads"), f"scores of {shape.scores_bytes / 2**20:.0f} MiB, see --full"
+        )
+    if backward:
+        skipped["flex"] = "has no backward on CPU"
+    elif not full and (shape.queries > 1024 or dtype != FP32):
+        skipped["flex"] = "compiles for seconds, see --full"
+    else:
+        calls["flex"] = flex(*inputs, visible=(lambda b, h, i, j: i >= j) if causal else None)
+    return compare(
+        calls,
+        inputs,
+        backward=backward,
+        expected=lambda *wide: sdpa(*wide, causal=causal),
+        flops=shape.flops(backward),
+        skipped=skipped,
+    )
+
+
+def main_rows(full: bool) -> list[Row]:
+    return [
+        Row(
+            "main",
+            f"{shape} {NAMES[dtype]} {direction(backward)}",
+            partial(main_case, shape, dtype, backward, full),
+        )
+        for shape in MAIN_SHAPES
+        for dtype in (FP32, BF16)
+        for backward in (False, True)
+    ]
+
+
+def layout_case(shape: Shape, dtype: torch.dtype, backward: bool, with_eager: bool = False) -> Case:
+    """The same numbers in three layouts: [B,H,S,D] contiguous, [B,S,H,D] transposed, slices of a packed [B,S,3,H,D]."""
+    contiguous = shape.inputs(dtype, requires_grad=backward)
+    transposed = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous]
+    packed = torch.stack([x.detach().transpose(1, 2) for x in contiguous], 2)
+    layouts = {
+        "contiguous": contiguous,
+        "transposed": [x.requires_grad_(backward) for x in transposed],
+        "packed": [packed[:, :, i].transpose(1, 2).requires_grad_(backward) for i in range(3)],
+    }
+    dout = torch.randn_like(contiguous[0])
+    dout_of = {name: dout.transpose(1, 2).contiguous().transpose(1, 2) for name in layouts} | {"contiguous": dout}
+    ways = {"mha_ext": ours, "sdpa": sdpa} | ({"eager": eager} if with_eager else {})
+    calls = {}
+    for way, function in ways.items():
+        for layout, inputs in layouts.items():
+            call = lambda function=function, inputs=inputs: function(*inputs, causal=shape.causal)  # noqa: E731
+            calls[f"{way} {layout}"] = training(call, inputs, dout_of[layout]) if backward else call
+    wide = [x.detach().float().requires_grad_(backward) for x in contiguous]
+    forward = lambda: sdpa(*wide, causal=shape.causal)  # noqa: E731
+    return Case(
+        calls,
+        "mha_ext contiguous",
+        training(forward, wide, dout.float()) if backward else forward,
+        flops=shape.flops(backward),
+        peak=dtype_key(dtype),
+    )
+
+
+def layout_rows(full: bool) -> list[Row]:
+    rows = []
+    for dtype in (FP32, BF16) if full else (FP32,):
+        for backward in (False, True):
+            shape = Shape(4, 12, 1024, 64)
+            name = f"layouts {shape} {NAMES[dtype]} {direction(backward)}"
+            rows.append(Row("layouts", name, partial(layout_case, shape, dtype, backward, with_eager=True)))
+    shape = Shape(4, 12, 512, 64, causal=True)
+    rows.append(Row("layouts", f"layouts {shape} bf16 fwd", lambda: layout_case(shape, BF16, False)))
+    return rows
+
+
+def small_case(shape: Shape, dtype: torch.dtype, backward: bool, flops: float) -> Case:
+    inputs = shape.inputs(dtype, requires_grad=backward)
+    calls = {"sdpa": lambda: sdpa(*inputs), "mha_ext": lambda: ours(*inputs), "eager": lambda: eager(*inputs)}
+    return compare(calls, inputs, backward=backward, flops=flops)
+
+
+def small_rows(full: bool) -> list[Row]:
+    rows = []
+    for length in (16, 64):
+        for dtype in (FP32, BF16):
+            for backward in (False, True):
+                shape = Shape(8, 12, length, 64)
+                name = f"small {shape} {NAMES[dtype]} {direction(backward)}"
+                rows.append(Row("small", name, partial(small_case, shape, dtype, backward, shape.flops(backward))))
+    shape = Shape(1, 1, 1, 8)
+    for backward in (False, True):
+        name = f"call overhead {shape} fp32 {direction(backward)}"
+        rows.append(Row("small", name, partial(small_case, shape, FP32, backward, flops=0)))
+    return rows
+
+
+def decode_case(shape: Shape, dtype: torch.dtype) -> Case:
+    inputs = shape.inputs(dtype)
+    calls = {"sdpa": lambda: sdpa(*inputs), "mha_ext": lambda: ours(*inputs), "eager": lambda: eager(*inputs)}
+    size = sum(x.nbytes for x in inputs) + inputs[0].nbytes
+    return compare(calls, inputs, backward=False, flops=shape.flops(False), bytes=size)
+
+
+def decode_rows(full: bool) -> list[Row]:
+    shape = Shape(8, 32, 1, 128, kv_heads=8, keys=4096)
+    return [
+        Row("decode", f"decode {shape} {NAMES[dtype]} fwd", partial(decode_case, shape, dtype))
+        for dtype in (FP32, BF16)
+    ]
