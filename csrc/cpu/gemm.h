@@ -4,6 +4,8 @@
 // Unit is float, double, or Pair: two bf16 neighbours in k, multiplied and added to a float in one step.
 #pragma once
 
+#include "tiles.h"
+
 MHA_ISA_BEGIN
 
 struct Pair {

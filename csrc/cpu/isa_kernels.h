@@ -3,6 +3,7 @@
 //
 #include "math.h"
 //
+#include "attention_fwd.h"
 #include "dropout_mask.h"
 #include "gemm.h"
 #include "heads.h"
@@ -16,6 +17,8 @@ MHA_ISA_BEGIN
 constexpr Kernels table(const char* isa) {
   Kernels k{};
   k.isa = isa;
+  k.attention_fwd = attention_fwd;
+  k.attention_fwd_workspace = attention_fwd_workspace;
   k.masked_softmax_fwd = masked_softmax_fwd;
   k.masked_softmax_bwd = masked_softmax_bwd;
   k.split_heads = split_heads;

@@ -162,6 +162,14 @@ struct VecPair {
 MHA_INLINE VecF dot(VecPair a, VecPair b, VecF c) {
   return {_mm512_dpbf16_ps(c.v, __m512bh(a.v), __m512bh(b.v))};
 }
+// Lane l holds even[l] and odd[l], rounded to nearest even.
+MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {
+  __m512i both = __m512i(_mm512_cvtne2ps_pbh(odd.v, even.v));
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return {_mm512_permutexvar_epi16(order, both)};
+}
+MHA_INLINE void store(void* p, VecPair a) { _mm512_storeu_si512(p, a.v); }
 #endif
 
 MHA_ISA_END

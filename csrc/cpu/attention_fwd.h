@@ -1,0 +1,325 @@
+// Attention forward, blocked: a block of queries lies in vector lanes, visits its key tiles, and keeps a running maximum and
+// sum per lane. Per tile: S^T[j][q] = sum_d K[j][d] Q^T[d][q]; softmax down the columns; O^T[d][q] += sum_j V[j][d] P^T[j][q].
+#pragma once
+
+#include "operands.h"
+#include "philox_vec.h"
+#include "score_tile.h"
+#include "tile_mask.h"
+
+MHA_ISA_BEGIN
+
+// Hands out consecutive pieces of a block of memory. Without a base it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* p = base_ ? base_ + used_ : nullptr;
+    used_ += (std::size_t(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(p);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::size_t used_ = 0;
+};
+
+// How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query heads
+// of a key/value head, so that its keys and values are read once.
+struct ForwardPlan {
+  int64_t lists, heads_per_list, rows_per_list, block_rows, blocks_per_list, tasks;
+
+  explicit ForwardPlan(const AttentionProblem& p) {
+    const int64_t group = p.Hk > 0 ? p.H / p.Hk : 1;
+    heads_per_list = p.Sq < kMaxRows ? group : 1;
+    lists = p.B * (p.H / (heads_per_list > 0 ? heads_per_list : 1));
+    rows_per_list = heads_per_list * p.Sq;
+    block_rows = kMaxRows;
+    blocks_per_list = (rows_per_list + block_rows - 1) / block_rows;
+    tasks = lists * blocks_per_list;
+  }
+};
+
+// What one thread works in. Unit is what the products multiply, T what they sum.
+template <class Unit>
+struct ForwardScratch {
+  using T = typename Product<Unit>::Acc;
+  RowBlock* block;
+  TileMask<T>* mask;
+  T *row_max, *row_sum, *rescale;    // [kMaxRows]
+  uint32_t *batch_head, *query;      // [kMaxRows]
+  Unit* q;                           // [units(D)][kMaxRows]
+  Unit *k, *v;                       // a tile of keys, of values
+  T* score;                          // [kMaxKeys][kMaxRows]
+  T *bias, *multiplier;              // [kMaxKeys][kMaxRows]
+  Unit* weight;                      // [units(kMaxKeys)][kMaxRows]
+  T* out;                            // [Dv][kMaxRows]
+  std::size_t bytes;
+
+  ForwardScratch(const AttentionForward& p, void* base) {
+    Arena arena(base);
+    const int64_t D = p.D, Dv = p.Dv, tile = kMaxKeys * kMaxRows;
+    block = arena.take<RowBlock>(1);
+    mask = arena.take<TileMask<T>>(1);
+    row_max = arena.take<T>(kMaxRows);
+    row_sum = arena.take<T>(kMaxRows);
+    rescale = arena.take<T>(kMaxRows);
+    batch_head = arena.take<uint32_t>(kMaxRows);
+    query = arena.take<uint32_t>(kMaxRows);
+    q = arena.take<Unit>(units<Unit>(int(D)) * kMaxRows);
+    k = arena.take<Unit>(kMaxKeys * units<Unit>(int(D)));
+    v = arena.take<Unit>(kMaxKeys * Dv);
+    score = arena.take<T>(tile);
+    bias = arena.take<T>(p.bias.data ? tile : 0);
+    multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
+    weight = arena.take<Unit>(std::is_same_v<Unit, Pair> ? tile : 0);
+    out = arena.take<T>(Dv * kMaxRows);
+    bytes = arena.used();
+  }
+};
+
+// The forward pass of one block of queries. Degree: of the exp2 polynomial.
+template <class Unit, int Degree>
+struct ForwardBlock {
+  using T = typename Product<Unit>::Acc;
+  using V = Vec<T>;
+  static constexpr int L = V::lanes;
+  static constexpr T kInf = std::numeric_limits<T>::infinity();
+
+  const AttentionForward& p;
+  const ScoreRule<T> rule;
+  ForwardScratch<Unit> s;
+  const void *k_base = nullptr, *v_base = nullptr;  // of the block's batch and key/value head
+  int lanes = 0;                                    // rows rounded up to whole vectors
+
+  ForwardBlock(const AttentionForward& problem, void* scratch) : p(problem), rule(problem), s(problem, scratch) {}
+
+  void run(int64_t b, int64_t first_head, int64_t first_row, int rows) {
+    set_rows(s.block, p.mask, b, first_head, first_row, rows, p.Sq, p.Sk);
+    lanes = round_up(rows, L);
+    const int64_t kv_head = first_head / (p.H / p.Hk);
+    k_base = element(p.k.data, p.dtype, b * p.k.stride[0] + kv_head * p.k.stride[1]);
+    v_base = element(p.v.data, p.dtype, b * p.v.stride[0] + kv_head * p.v.stride[1]);
+    load_rows();
+    bool first = true;
+    for (int64_t j = s.block->any_begin; j < s.block->any_end; j += kMaxKeys) {
+      first = !visit(j, int(min64(kMaxKeys, s.block->any_end - j)), first) && first;
+    }
+    if (first) std::fill_n(s.out, p.Dv * kMaxRows, T(0));
+    store_rows();
+    if (p.weights.data) store_weights();
+  }
+
+  void row_offsets(int64_t* offset, const int64_t* stride) const {
+    for (int r = 0; r < s.block->rows; ++r) offset[r] = s.block->b * stride[0] + s.block->offset(stride, r);
+  }
+
+  void load_rows() {
+    int64_t offset[kMaxRows];
+    row_offsets(offset, p.q.stride);
+    transposed_operand(s.q, kMaxRows, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+    for (int r = 0; r < lanes; ++r) s.row_max[r] = -kInf, s.row_sum[r] = T(0);
+    if (!p.dropout.rng_state) return;
+    for (int r = 0; r < kMaxRows; ++r) {
+      const int i = std::min(r, s.block->rows - 1);
+      s.batch_head[r] = uint32_t(s.block->b * p.H + s.block->head[i]);
+      s.query[r] = uint32_t(s.block->query[i]);
+    }
+  }
+
+  // Scores of a tile, hidden ones -inf.
+  TileKind compute_scores(int64_t first_key, int keys) {
+    TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
+    if (kind == TileKind::none) return kind;
+    const void* k = element(k_base, p.dtype, first_key * p.k.stride[2]);
+    Broadcast<Unit> key = rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), s.k);
+    gemm<Unit>(keys, lanes, units<Unit>(int(p.D)), key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows,
+               Start::zero);
+    if (!rule.raw) {
+      if (p.bias.data) {
+        with_storage<T>(p.bias_dtype, [&](auto* src) {
+          load_bias(s.bias, kMaxRows, static_cast<decltype(src)>(p.bias.data), p.bias.stride, *s.block, first_key,
+                    keys);
+        });
+      }
+      finish_scores(s.score, kMaxRows, p.bias.data ? s.bias : nullptr, kMaxRows, rule, lanes, keys);
+    }
+    if (kind == TileKind::some) hide(s.score, kMaxRows, *s.mask, lanes, keys, -kInf);
+    return kind;
+  }
+
+  // Adds a tile to the running softmax and output. Returns whether it did (some pair is visible).
+  bool visit(int64_t first_key, int keys, bool first) {
+    const TileKind kind = compute_scores(first_key, keys);
+    if (kind == TileKind::none) return false;
+    const bool moved = softmax(keys);
+    if (p.dropout.rng_state) apply_dropout(first_key, keys);
+    const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
+    const void* v = element(v_base, p.dtype, first_key * p.v.stride[2]);
+    if (kind == TileKind::some && !all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv))) {
+      add_visible_values(v, keys, start);
+      return true;
+    }
+    const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
+    Broadcast<Unit> value = columns_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.v);
+    gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
+               start, s.rescale);
+    return true;
+  }
+
+  // Scores to unnormalised weights, in place. Returns whether some lane's maximum moved, so that rescale matters.
+  bool softmax(int keys) {
+    bool moved = false;
+    const V exponent = set1(rule.exponent), lowest = set1(-kInf);
+    for (int r = 0; r < lanes; r += L) {
+      V old_max = load(s.row_max + r), top = old_max;
+      for (int j = 0; j < keys; ++j) top = max(load(s.score + j * kMaxRows + r), top);
+      // A lane that has seen nothing keeps -inf; subtracting 0 then gives weights of 0, not NaN.
+      V base = select(equal(top, lowest), set1(T(0)), top);
+      V factor = exp2<Degree>((old_max - base) * exponent);
+      moved |= !all(equal(old_max, top));
+      V sum = set1(T(0));
+      for (int j = 0; j < keys; ++j) {
+        T* x = s.score + j * kMaxRows + r;
+        V weight = exp2<Degree>((load(x) - base) * exponent);
+        sum = sum + weight;
+        store(x, weight);
+      }
+      store(s.row_max + r, top);
+      store(s.row_sum + r, fma(load(s.row_sum + r), factor, sum));
+      store(s.rescale + r, factor);
+    }
+    return moved;
+  }
+
+  void apply_dropout(int64_t first_key, int keys) {
+    dropout_multipliers(s.multiplier, kMaxRows, p.dropout, s.batch_head, s.query, lanes, first_key, keys);
+    for (int j = 0; j < keys; ++j) {
+      for (int r = 0; r < lanes; r += L) {
+        T* x = s.score + j * kMaxRows + r;
+        store(x, load(x) * load(s.multiplier + j * kMaxRows + r));
+      }
+    }
+  }
+
+  // The product for a tile in which hidden pairs meet values that are not finite: those pairs are left out one by one.
+  void add_visible_values(const void* v, int keys, Start start) {
+    for (int64_t d = 0; d < p.Dv; ++d) {
+      T* out = s.out + d * kMaxRows;
+      for (int r = 0; r < lanes; r += L) {
+        V sum = start == Start::zero ? set1(T(0)) : load(out + r);
+        if (start == Start::scale) sum = sum * load(s.rescale + r);
+        store(out + r, sum);
+      }
+    }
+    with_storage<T>(p.dtype, [&](auto* type) {
+      const auto* row = static_cast<decltype(type)>(v);
+      for (int j = 0; j < keys; ++j, row += p.v.stride[2]) {
+        for (int64_t d = 0; d < p.Dv; ++d) {
+          T one[L];
+          store(one, load_n(row + d, 1));
+          for (int r = 0; r < lanes; r += L) {
+            V old = load(s.out + d * kMaxRows + r);
+            V sum = fma(set1(one[0]), load(s.score + j * kMaxRows + r), old);
+            store(s.out + d * kMaxRows + r, select(s.mask->visible(j, r), sum, old));
+          }
+        }
+      }
+    });
+  }
+
+  void store_rows() {
+    const V zero = set1(T(0)), one = set1(T(1));
+    for (int r = 0; r < lanes; r += L) {
+      V sum = load(s.row_sum + r);
+      VecMask<T> empty = equal(sum, zero);
+      V inverse = one / select(empty, one, sum);
+      for (int64_t d = 0; d < p.Dv; ++d) {
+        T* out = s.out + d * kMaxRows + r;
+        store(out, select(empty, zero, load(out) * inverse));
+      }
+      store(s.rescale + r, select(empty, zero, inverse));  // what store_weights multiplies by
+    }
+    int64_t offset[kMaxRows];
+    row_offsets(offset, p.out.stride);
+    untranspose_rows(p.out.data, p.dtype, offset, s.out, kMaxRows, s.block->rows, int(p.Dv));
+    T* lse = static_cast<T*>(p.lse);
+    for (int r = 0; r < s.block->rows; ++r) {
+      const int64_t row = (s.block->b * p.H + s.block->head[r]) * p.Sq + s.block->query[r];
+      lse[row] = s.row_sum[r] == 0 ? -kInf : s.row_max[r] * rule.natural + std::log(s.row_sum[r]);
+    }
+  }
+
+  // The weights, computed again now that each row's maximum and sum are known.
+  void store_weights() {
+    int64_t offset[kMaxRows];
+    row_offsets(offset, p.weights.stride);
+    for (int r = 0; r < s.block->rows; ++r) {
+      std::memset(element(p.weights.data, p.dtype, offset[r]), 0, std::size_t(p.Sk) * size_of(p.dtype));
+    }
+    const V zero = set1(T(0)), exponent = set1(rule.exponent);
+    for (int64_t first = s.block->any_begin; first < s.block->any_end; first += kMaxKeys) {
+      const int keys = int(min64(kMaxKeys, s.block->any_end - first));
+      if (compute_scores(first, keys) == TileKind::none) continue;
+      for (int r = 0; r < lanes; r += L) {
+        const V sum = load(s.row_sum + r), inverse = load(s.rescale + r);
+        const V base = select(equal(sum, zero), zero, load(s.row_max + r));
+        for (int j = 0; j < keys; ++j) {
+          T* x = s.score + j * kMaxRows + r;
+          store(x, exp2<Degree>((load(x) - base) * exponent) * inverse);
+        }
+      }
+      if (p.dropout.rng_state) apply_dropout(first, keys);
+      untranspose_rows(element(p.weights.data, p.dtype, first), p.dtype, offset, s.score, kMaxRows, s.block->rows,
+                       keys);
+    }
+  }
+};
+
+template <class Unit, int Degree>
+inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
+  struct Context {
+    const AttentionForward& p;
+    const ForwardPlan plan;
+    char* workspace;
+    std::size_t bytes;
+    std::atomic<int64_t> next{0};
+  } context{p, ForwardPlan(p), static_cast<char*>(workspace), ForwardScratch<Unit>(p, nullptr).bytes};
+  if (context.plan.tasks == 0) return;
+  auto body = [](void* opaque, int thread) {
+    Context& c = *static_cast<Context*>(opaque);
+    const ForwardPlan& plan = c.plan;
+    ForwardBlock<Unit, Degree> block(c.p, c.workspace + std::size_t(thread) * c.bytes);
+    for (int64_t task; (task = c.next.fetch_add(1, std::memory_order_relaxed)) < plan.tasks;) {
+      const int64_t list = task / plan.blocks_per_list, lists_per_batch = plan.lists / c.p.B;
+      // The last queries first: under a causal mask they see the most keys.
+      const int64_t first = (plan.blocks_per_list - 1 - task % plan.blocks_per_list) * plan.block_rows;
+      block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
+                int(min64(plan.block_rows, plan.rows_per_list - first)));
+    }
+  };
+  threads.run(int(min64(threads.count, context.plan.tasks)), body, &context);
+}
+
+// Half types compute in float; their results are rounded so coarsely that a shorter polynomial does.
+inline void attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
+  if (p.dtype == DType::f64) return run_forward<double, 5>(p, threads, workspace);
+  if (p.dtype == DType::f32) return run_forward<float, 5>(p, threads, workspace);
+#ifdef MHA_HAS_BF16_DOT
+  if (p.dtype == DType::bf16) return run_forward<Pair, 4>(p, threads, workspace);
+#endif
+  run_forward<float, 4>(p, threads, workspace);
+}
+
+inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {
+  std::size_t bytes = p.dtype == DType::f64 ? ForwardScratch<double>(p, nullptr).bytes
+                                            : ForwardScratch<float>(p, nullptr).bytes;
+#ifdef MHA_HAS_BF16_DOT
+  if (p.dtype == DType::bf16) bytes = ForwardScratch<Pair>(p, nullptr).bytes;
+#endif
+  return bytes * std::size_t(threads);
+}
+
+MHA_ISA_END
