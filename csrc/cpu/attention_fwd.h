@@ -3,28 +3,12 @@
 #pragma once
 
 #include "operands.h"
+#include "parallel.h"
 #include "philox_vec.h"
 #include "score_tile.h"
 #include "tile_mask.h"
 
 MHA_ISA_BEGIN
-
-// Hands out consecutive pieces of a block of memory. Without a base it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(int64_t count) {
-    char* p = base_ ? base_ + used_ : nullptr;
-    used_ += (std::size_t(count) * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(p);
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  char* base_;
-  std::size_t used_ = 0;
-};
 
 // How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query heads
 // of a key/value head, so that its keys and values are read once.

@@ -3,6 +3,7 @@
 //
 #include "math.h"
 //
+#include "attention_bwd.h"
 #include "attention_fwd.h"
 #include "dropout_mask.h"
 #include "gemm.h"
@@ -19,6 +20,8 @@ constexpr Kernels table(const char* isa) {
   k.isa = isa;
   k.attention_fwd = attention_fwd;
   k.attention_fwd_workspace = attention_fwd_workspace;
+  k.attention_bwd = attention_bwd;
+  k.attention_bwd_workspace = attention_bwd_workspace;
   k.masked_softmax_fwd = masked_softmax_fwd;
   k.masked_softmax_bwd = masked_softmax_bwd;
   k.split_heads = split_heads;

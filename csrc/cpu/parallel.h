@@ -35,6 +35,23 @@ class Scratch {
   void* base_;
 };
 
+// Hands out consecutive pieces of a block of memory. Without a base it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* p = base_ ? base_ + used_ : nullptr;
+    used_ += (std::size_t(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(p);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  std::size_t used_ = 0;
+};
+
 // The type that a tensor of T is computed in.
 template <class T>
 struct AccumulateType {

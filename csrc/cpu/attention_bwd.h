@@ -1,0 +1,302 @@
+// Attention backward, blocked: the scores are recomputed tile by tile, nothing of size Sq x Sk is stored.
+//
+//   S^T = K Q^T    dP^T = V dO^T    P = exp(S - lse)    dS = P * (dP - delta)
+//   dQ^T += K^T dS^T    dK += dS^T Q    dV += P^T dO
+//
+// Queries lie in vector lanes in the first two and dQ, features in dK and dV; each is a product of gemm.h. A task walks
+// the heads that it has of one key/value head: it lays out the queries of a head once, then key tiles are the outer
+// loop and query blocks the inner one.
+#pragma once
+
+#include "attention_bwd_operands.h"
+#include "attention_bwd_plan.h"
+#include "attention_bwd_tile.h"
+#include "gemm.h"
+#include "parallel.h"
+
+MHA_ISA_BEGIN
+
+// Sums of which a task writes one part, [part][output contiguous]. Empty where tasks write the outputs themselves.
+template <class T>
+struct BackwardParts {
+  T *dq, *dk, *dv;  // parts: chunks, splits, splits
+  T* dbias;         // parts - 1: the first part is dbias itself
+
+  BackwardParts(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
+    dq = arena.take<T>(plan.chunks > 1 ? plan.chunks * p.B * p.H * p.Sq * p.D : 0);
+    dk = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.D : 0);
+    dv = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.Dv : 0);
+    dbias = arena.take<T>((plan.parts - 1) * plan.bias_elements);
+  }
+};
+
+// What one thread works in.
+template <class Unit>
+struct BackwardScratch {
+  using T = typename Product<Unit>::Acc;
+  QueryBlock<T>* blocks;
+  QueryScratch<Unit> queries;
+  QueryOperands<Unit>* operands;  // [blocks]
+  KeyOperands<Unit> keys[kPassTiles];
+  TileScratch<Unit> tile;
+  TileMask<T>* mask;
+  T* dq;       // [blocks][D][kMaxRows]
+  T *dk, *dv;  // [keys of the chunk][features]
+
+  BackwardScratch(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
+    const int64_t n = ceil_div(p.Sq, kMaxRows), size = kMaxKeys * kMaxRows;
+    blocks = arena.take<QueryBlock<T>>(n);
+    queries = take_query_scratch<Unit>(arena, p, n);
+    operands = arena.take<QueryOperands<Unit>>(n);
+    for (KeyOperands<Unit>& k : keys) k = take_key_operands<Unit>(arena, p);
+    tile.s = arena.take<T>(size);
+    tile.dp = arena.take<T>(size);
+    tile.bias = arena.take<T>(p.bias.data || p.dweights.data ? size : 0);
+    tile.factor = arena.take<T>(p.dropout.rng_state ? size : 0);
+    tile.p_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
+    tile.ds_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
+    tile.ds_lanes = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
+    mask = arena.take<TileMask<T>>(1);
+    dq = arena.take<T>(n * kMaxRows * p.D);
+    dk = arena.take<T>(plan.chunk_keys * p.D);
+    dv = arena.take<T>(plan.chunk_keys * p.Dv);
+  }
+};
+
+// One thread's work.
+template <class Unit, int Degree>
+class BackwardWorker {
+  using T = typename Product<Unit>::Acc;
+  static constexpr int L = Vec<T>::lanes;
+  static constexpr T kInf = std::numeric_limits<T>::infinity();
+
+ public:
+  BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
+      : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan), plain_(plain_scores(p)) {}
+
+  void run(const BackwardUnit& unit) {
+    dbias_ = p_.dbias;
+    if (unit.bias_part > 0) dbias_.data = parts_.dbias + (unit.bias_part - 1) * plan_.bias_elements;
+    for (int64_t n = unit.first_shared; n < unit.last_shared; ++n) {
+      int64_t at[3];
+      plan_.place(unit.owned, n, at);
+      b_ = at[0], hk_ = at[1] / plan_.splits, split_ = at[1] % plan_.splits, chunk_ = at[2];
+      run_task();
+    }
+  }
+
+ private:
+  void run_task() {
+    first_key_ = min64(p_.Sk, chunk_ * plan_.chunk_keys);
+    last_key_ = min64(p_.Sk, first_key_ + plan_.chunk_keys);
+    const int64_t keys = last_key_ - first_key_, first_head = hk_ * plan_.group;
+    std::fill_n(s_.dk, keys * p_.D, T(0));
+    std::fill_n(s_.dv, keys * p_.Dv, T(0));
+    const int64_t end = first_head + min64(plan_.group, (split_ + 1) * plan_.heads);
+    for (int64_t h = first_head + split_ * plan_.heads; h < end; ++h) run_head(h);
+    finish_keys(p_.dk, parts_.dk, s_.dk, p_.D, T(p_.scale));
+    finish_keys(p_.dv, parts_.dv, s_.dv, p_.Dv, T(1));
+  }
+
+  void run_head(int64_t h) {
+    const int blocks = int(ceil_div(p_.Sq, kMaxRows));
+    for (int n = 0; n < blocks; ++n) load_queries(h, n);
+    for (int64_t first = first_key_; first < last_key_; first += kPassTiles * kMaxKeys) {
+      bool loaded[kPassTiles] = {};
+      for (int n = 0; n < blocks; ++n) {
+        for (int t = 0; t < kPassTiles && first + t * kMaxKeys < last_key_; ++t) {
+          const int64_t key = first + t * kMaxKeys;
+          const int keys = int(min64(kMaxKeys, last_key_ - key));
+          const TileKind kind = classify(s_.mask, p_.mask, s_.blocks[n].rows, key, keys);
+          if (kind == TileKind::none) continue;
+          if (!loaded[t]) load_keys<T>(s_.keys[t], p_, b_, hk_, key, keys);
+          loaded[t] = true;
+          run_tile(n, s_.keys[t], kind == TileKind::all ? nullptr : s_.mask, key, keys);
+        }
+      }
+    }
+    for (int n = 0; n < blocks; ++n) finish_queries(h, n);
+  }
+
+  void load_queries(int64_t h, int n) {
+    const int64_t first = int64_t(n) * kMaxRows, D = p_.D, Dv = p_.Dv;
+    const int rows = int(min64(kMaxRows, p_.Sq - first));
+    QueryBlock<T>& block = s_.blocks[n];
+    set_rows(&block.rows, p_.mask, b_, h, first, rows, p_.Sq, p_.Sk);
+    std::fill_n(s_.dq + n * kMaxRows * D, kMaxRows * D, T(0));
+    if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
+    const QueryScratch<Unit>& q = s_.queries;
+    QueryOperands<Unit>& to = s_.operands[n];
+    to.q_lanes = q.q_lanes + n * units<Unit>(int(D)) * kMaxRows;
+    to.dout_lanes = q.dout_lanes + n * units<Unit>(int(Dv)) * kMaxRows;
+    to.q_rows = load_rows(p_.q, p_.dtype, block.rows, int(D), const_cast<Unit*>(to.q_lanes),
+                          q.q_rows + n * units<Unit>(kMaxRows) * D);
+    to.dout_rows = load_rows(p_.dout, p_.dtype, block.rows, int(Dv), const_cast<Unit*>(to.dout_lanes),
+                             q.dout_rows + n * units<Unit>(kMaxRows) * Dv);
+    block.finite =
+        rows_finite<T>(p_.q, p_.dtype, block.rows, int(D)) && rows_finite<T>(p_.dout, p_.dtype, block.rows, int(Dv));
+    row_dots(p_, block.rows, block.delta);
+    load_statistics(block, (b_ * p_.H + h) * p_.Sq + first);
+  }
+
+  void load_statistics(QueryBlock<T>& block, int64_t first_row) {
+    const T* lse = static_cast<const T*>(p_.lse) + first_row;
+    const T* dlse = p_.dlse ? static_cast<const T*>(p_.dlse) + first_row : nullptr;
+    for (int r = 0; r < kMaxRows; ++r) {
+      if (r < block.rows.rows && lse[r] != -kInf) {
+        block.lse[r] = lse[r];
+        if (dlse) block.delta[r] -= dlse[r];
+        continue;
+      }
+      // No such row, or one that sees nothing, be it that all its scores are -inf: no tile counts as visible to all
+      // rows, and the test per lane finds an empty interval.
+      block.lse[r] = kInf;
+      block.delta[r] = T(0);
+      if (r < block.rows.rows) block.rows.begin[r] = block.rows.end[r] = 0;
+      block.rows.all_end = 0;
+    }
+  }
+
+  void run_tile(int n, const KeyOperands<Unit>& k, const TileMask<T>* mask, int64_t first_key, int keys) {
+    const QueryBlock<T>& block = s_.blocks[n];
+    const QueryOperands<Unit>& q = s_.operands[n];
+    const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
+    gemm<Unit>(keys, lanes, units<Unit>(D), k.k.a, k.k.am, k.k.ak, q.q_lanes, kMaxRows, s_.tile.s, kMaxRows,
+               Start::zero);
+    gemm<Unit>(keys, lanes, units<Unit>(Dv), k.v.a, k.v.am, k.v.ak, q.dout_lanes, kMaxRows, s_.tile.dp, kMaxRows,
+               Start::zero);
+    const TileOperands<Unit> t = plain_ && !mask
+                                     ? plain_tile<Unit, Degree>(s_.tile, block, p_.scale, keys)
+                                     : general_tile<Unit, Degree>(s_.tile, p_, dbias_, block, mask, first_key, keys);
+    T* dq = s_.dq + int64_t(n) * kMaxRows * D;
+    T* dk = s_.dk + (first_key - first_key_) * D;
+    T* dv = s_.dv + (first_key - first_key_) * Dv;
+    if (mask && !(block.finite && k.finite)) {
+      add_visible(p_, s_.tile, block.rows, *mask, hk_, first_key, keys, dq, dk, dv);
+      return;
+    }
+    gemm<Unit>(D, lanes, units<Unit>(keys), k.k_features.a, k.k_features.am, k.k_features.ak, t.ds_lanes, kMaxRows, dq,
+               kMaxRows, Start::add);
+    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.q_rows.b, q.q_rows.ld, dk, D, Start::add);
+    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, q.dout_rows.b, q.dout_rows.ld, dv, Dv, Start::add);
+  }
+
+  void finish_queries(int64_t h, int n) {
+    const int64_t first = int64_t(n) * kMaxRows, D = p_.D;
+    const int rows = int(min64(kMaxRows, p_.Sq - first));
+    T* dq = s_.dq + n * kMaxRows * D;
+    const Vec<T> scale = set1(T(p_.scale));
+    for (int64_t i = 0; i < kMaxRows * D; i += L) store(dq + i, load(dq + i) * scale);
+    const bool whole = plan_.chunks == 1;
+    int64_t offset[kMaxRows];
+    for (int r = 0; r < rows; ++r) offset[r] = r * (whole ? p_.dq.stride[2] : D);
+    if (whole) {
+      const int64_t corner = b_ * p_.dq.stride[0] + h * p_.dq.stride[1] + first * p_.dq.stride[2];
+      untranspose_rows(element(p_.dq.data, p_.dtype, corner), p_.dtype, offset, dq, kMaxRows, rows, int(D));
+    } else {
+      T* part = parts_.dq + (((chunk_ * p_.B + b_) * p_.H + h) * p_.Sq + first) * D;
+      untranspose_rows(part, offset, dq, kMaxRows, rows, int(D));
+    }
+  }
+
+  void finish_keys(const Tensor4& out, T* parts, const T* sum, int64_t cols, T scale) {
+    const int64_t keys = last_key_ - first_key_;
+    if (plan_.splits > 1) {
+      T* part = parts + (((split_ * p_.B + b_) * p_.Hk + hk_) * p_.Sk + first_key_) * cols;
+      for (int64_t i = 0; i < keys * cols; ++i) part[i] = sum[i] * scale;
+      return;
+    }
+    with_storage<T>(p_.dtype, [&](auto* s) {
+      using S = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
+      S* to = static_cast<S*>(out.data) + b_ * out.stride[0] + hk_ * out.stride[1] + first_key_ * out.stride[2];
+      for (int64_t j = 0; j < keys; ++j, to += out.stride[2], sum += cols) {
+        for (int64_t c = 0; c < cols; c += L) {
+          const int lanes = int(min64(L, cols - c));
+          store_n(to + c, load_n(sum + c, lanes) * set1(scale), lanes);
+        }
+      }
+    });
+  }
+
+  const AttentionBackward& p_;
+  const BackwardPlan& plan_;
+  const BackwardParts<T>& parts_;
+  BackwardScratch<Unit> s_;
+  const bool plain_;
+  Tensor4 dbias_;
+  int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;
+};
+
+// out = the sum of the parts, each [B,H,S,cols] contiguous, rounded
+template <class T>
+void sum_parts(const Threads& threads, const Tensor4& out, DType type, int64_t B, int64_t H, int64_t S, int64_t cols,
+               const T* parts, int64_t count) {
+  constexpr int L = Vec<T>::lanes;
+  const int64_t size = B * H * S * cols, blocks = ceil_div(S, kMaxRows);
+  for_each_task(threads, B * H * blocks, [&](int64_t task, int) {
+    const int64_t bh = task / blocks, first = task % blocks * kMaxRows;
+    with_storage<T>(type, [&](auto* s) {
+      using Out = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
+      Out* head = static_cast<Out*>(out.data) + bh / H * out.stride[0] + bh % H * out.stride[1];
+      for (int64_t i = first; i < min64(S, first + kMaxRows); ++i) {
+        for (int64_t c = 0; c < cols; c += L) {
+          const int lanes = int(min64(L, cols - c));
+          const T* from = parts + (bh * S + i) * cols + c;
+          Vec<T> sum = load_n(from, lanes);
+          for (int64_t n = 1; n < count; ++n) sum = sum + load_n(from + n * size, lanes);
+          store_n(head + i * out.stride[2] + c, sum, lanes);
+        }
+      }
+    });
+  });
+}
+
+template <class Unit>
+std::size_t backward_workspace(const AttentionBackward& p, int threads) {
+  using T = typename Product<Unit>::Acc;
+  const BackwardPlan plan(p);
+  Arena shared(nullptr), own(nullptr);
+  BackwardParts<T>(shared, p, plan);
+  BackwardScratch<Unit>(own, p, plan);
+  return shared.used() + std::size_t(threads) * own.used();
+}
+
+template <class Unit, int Degree>
+void run_backward(const AttentionBackward& p, const Threads& threads, void* workspace) {
+  using T = typename Product<Unit>::Acc;
+  const BackwardPlan plan(p);
+  Arena shared(workspace), own(nullptr);
+  const BackwardParts<T> parts(shared, p, plan);
+  BackwardScratch<Unit>(own, p, plan);
+  char* scratch = static_cast<char*>(workspace) + shared.used();
+  const int64_t bias_sums = (plan.parts - 1) * plan.bias_elements;
+  std::fill_n(parts.dbias, bias_sums, T(0));
+  for_each_task(threads, plan.units(), [&](int64_t n, int thread) {
+    BackwardWorker<Unit, Degree>(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
+  });
+  if (plan.chunks > 1) sum_parts(threads, p.dq, p.dtype, p.B, p.H, p.Sq, p.D, parts.dq, plan.chunks);
+  if (plan.splits > 1) {
+    sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, parts.dk, plan.splits);
+    sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, parts.dv, plan.splits);
+  }
+  for (int64_t n = 0; n < bias_sums; ++n) static_cast<T*>(p.dbias.data)[n % plan.bias_elements] += parts.dbias[n];
+}
+
+inline void attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
+  if (p.dtype == DType::f64) return run_backward<double, 5>(p, threads, workspace);
+  if (p.dtype == DType::f32) return run_backward<float, 5>(p, threads, workspace);
+#ifdef MHA_HAS_BF16_DOT
+  if (p.dtype == DType::bf16) return run_backward<Pair, 4>(p, threads, workspace);
+#endif
+  run_backward<float, 4>(p, threads, workspace);
+}
+
+inline std::size_t attention_bwd_workspace(const AttentionBackward& p, int threads) {
+  if (p.dtype == DType::f64) return backward_workspace<double>(p, threads);
+#ifdef MHA_HAS_BF16_DOT
+  if (p.dtype == DType::bf16) return backward_workspace<Pair>(p, threads);
+#endif
+  return backward_workspace<float>(p, threads);
+}
+
+MHA_ISA_END

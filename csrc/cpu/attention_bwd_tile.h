@@ -1,0 +1,194 @@
+// One tile of attention_bwd between its matrix products: from the scores S = K Q^T and the products dP = V dO^T to the
+// weights P and the score gradients dS. Keys run down, the queries of a block lie in lanes.
+#pragma once
+
+#include "math.h"
+#include "operands.h"
+#include "philox_vec.h"
+#include "score_tile.h"
+
+MHA_ISA_BEGIN
+
+// What a block of queries carries from tile to tile, besides the operands of its products.
+template <class T>
+struct QueryBlock {
+  RowBlock rows;
+  T lse[kMaxRows];    // +inf where a row sees nothing, so that its weights are 0
+  T delta[kMaxRows];  // rowsum(dout * out) - dlse
+  bool finite;        // query and dout hold neither NaN nor Inf
+};
+
+// The tiles of one thread. Pairs round P and dS to bf16, dS in two layouts.
+template <class Unit>
+struct TileScratch {
+  using T = typename Product<Unit>::Acc;
+  T *s, *dp;         // S, then P after dropout; dP, then dS without the scale
+  T *bias, *factor;  // general_tile: bias or dweights, then the gradient of the bias; what dropout multiplies with
+  Unit *p_rows, *ds_rows, *ds_lanes;
+};
+
+template <class Unit>
+struct TileOperands {
+  Broadcast<Unit> p, ds;  // A operands of dV and dK: key, then pairs of queries
+  const Unit* ds_lanes;   // B operand of dQ
+};
+
+inline bool plain_scores(const AttentionBackward& p) {
+  return !p.bias.data && !p.dweights.data && !p.dbias.data && p.softcap == 0 && !p.dropout.rng_state;
+}
+
+// dst[j][r] = src[j][r] in bf16
+#ifdef MHA_HAS_BF16_DOT
+inline void round_rows(Pair* dst, const float* src, int keys, int lanes) {
+  bf16* to = reinterpret_cast<bf16*>(dst);
+  for (int j = 0; j < keys; ++j) {
+    for (int r = 0; r < lanes; r += VecF::lanes) store(to + j * kMaxRows + r, load(src + j * kMaxRows + r));
+  }
+}
+#endif
+
+template <class Unit>
+inline TileOperands<Unit> tile_operands(const TileScratch<Unit>& t, int keys, int lanes) {
+#ifdef MHA_HAS_BF16_DOT
+  if constexpr (std::is_same_v<Unit, Pair>) {
+    round_rows(t.p_rows, t.s, keys, lanes);
+    round_rows(t.ds_rows, t.dp, keys, lanes);
+    lanes_operand<Pair>(t.dp, kMaxRows, keys, lanes, t.ds_lanes);
+    return {{t.p_rows, kMaxRows / 2, 1}, {t.ds_rows, kMaxRows / 2, 1}, t.ds_lanes};
+  } else
+#endif
+  {
+    (void)keys, (void)lanes;
+    return {{t.s, kMaxRows, 1}, {t.dp, kMaxRows, 1}, t.dp};
+  }
+}
+
+// Everything visible, and nothing between S and the softmax but the scale: P = exp(scale * S - lse), dS = P * (dP -
+// delta).
+template <class Unit, int Degree, class T>
+inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBlock<T>& block, double scale, int keys) {
+  constexpr int L = Vec<T>::lanes;
+  const Vec<T> scale2 = set1(T(scale * kLog2e)), minus_log2e = set1(T(-kLog2e));
+  for (int r = 0; r < kMaxRows; r += L) {
+    const Vec<T> minus_lse2 = load(block.lse + r) * minus_log2e, delta = load(block.delta + r);
+    for (int j = 0; j < keys; ++j) {
+      T* s = t.s + j * kMaxRows + r;
+      T* dp = t.dp + j * kMaxRows + r;
+      const Vec<T> weight = exp2<Degree>(fma(load(s), scale2, minus_lse2));
+      store(dp, weight * (load(dp) - delta));
+      store(s, weight);
+    }
+  }
+  return tile_operands(t, keys, kMaxRows);
+}
+
+template <class T>
+inline void load_tile(T* tile, const Tensor4& x, DType type, const RowBlock& block, int64_t first_key, int keys) {
+  with_storage<T>(type, [&](auto* s) {
+    load_bias(tile, kMaxRows, static_cast<decltype(s)>(x.data), x.stride, block, first_key, keys);
+  });
+}
+
+template <class T>
+inline void load_dropout(T* factor, const AttentionBackward& p, const RowBlock& block, int64_t first_key, int keys) {
+  uint32_t batch_head[kMaxRows] = {}, query[kMaxRows] = {};
+  for (int r = 0; r < block.rows; ++r) {
+    batch_head[r] = uint32_t(block.b * p.H + block.head[r]);
+    query[r] = uint32_t(block.query[r]);
+  }
+  dropout_multipliers(factor, kMaxRows, p.dropout, batch_head, query, block.rows, first_key, keys);
+}
+
+// Adds tile[j][r] to x, whose elements are of type T; those that meet through strides of 0 are summed in a fixed order.
+template <class T>
+inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t first_key, int keys) {
+  constexpr int L = Vec<T>::lanes;
+  const int lanes = round_up(block.rows, L);
+  T* first = static_cast<T*>(x.data) + block.b * x.stride[0] + first_key * x.stride[3];
+  if (x.stride[3] == 0) {  // sum over the keys
+    for (int j = 1; j < keys; ++j) {
+      for (int r = 0; r < lanes; r += L) store(tile + r, load(tile + r) + load(tile + j * kMaxRows + r));
+    }
+    keys = 1;
+  }
+  if (x.stride[2] == 0) {  // sum over the queries, all of one head
+    T* to = first + block.offset(x.stride, 0);
+    for (int j = 0; j < keys; ++j, to += x.stride[3]) {
+      Vec<T> sum = set1(T(0));
+      for (int r = 0; r < lanes; r += L) sum = sum + load(tile + j * kMaxRows + r);
+      *to += reduce_add(sum);
+    }
+    return;
+  }
+  T rows[kMaxRows * kMaxKeys];
+  int64_t offset[kMaxRows];
+  for (int r = 0; r < block.rows; ++r) offset[r] = r * kMaxKeys;
+  untranspose_rows(rows, offset, tile, int64_t(kMaxRows), block.rows, keys);
+  for (int r = 0; r < block.rows; ++r) {
+    T* to = first + block.offset(x.stride, r);
+    const T* from = rows + r * kMaxKeys;
+    if (x.stride[3] == 1) {
+      int j = 0;
+      for (; j + L <= keys; j += L) store(to + j, load(to + j) + load(from + j));
+      if (j < keys) store_n(to + j, load_n(to + j, keys - j) + load_n(from + j, keys - j), keys - j);
+    } else {
+      for (int j = 0; j < keys; ++j) to[j * x.stride[3]] += from[j];
+    }
+  }
+}
+
+// Every feature; mask is null when all is visible. Adds to dbias.
+template <class Unit, int Degree, class T>
+inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const AttentionBackward& p, const Tensor4& dbias,
+                                       const QueryBlock<T>& block, const TileMask<T>* mask, int64_t first_key,
+                                       int keys) {
+  constexpr int L = Vec<T>::lanes;
+  const RowBlock& rows = block.rows;
+  const int lanes = round_up(rows.rows, L);
+  if (p.dweights.data) {
+    load_tile(t.bias, p.dweights, p.dtype, rows, first_key, keys);
+    for (int j = 0; j < keys; ++j) {
+      for (int r = 0; r < lanes; r += L) {
+        T* dp = t.dp + j * kMaxRows + r;
+        store(dp, load(dp) + load(t.bias + j * kMaxRows + r));
+      }
+    }
+  }
+  if (p.bias.data) load_tile(t.bias, p.bias, p.bias_dtype, rows, first_key, keys);
+  if (p.dropout.rng_state) load_dropout(t.factor, p, rows, first_key, keys);
+  const Vec<T> scale = set1(T(p.scale)), cap = set1(T(p.softcap)), per_cap = set1(T(p.softcap ? 1 / p.softcap : 0));
+  const Vec<T> zero = set1(T(0)), one = set1(T(1)), log2e = set1(T(kLog2e));
+  for (int j = 0; j < keys; ++j) {
+    for (int r = 0; r < lanes; r += L) {
+      const int at = j * kMaxRows + r;
+      Vec<T> x = load(t.s + at) * scale, dp = load(t.dp + at), slope = one;
+      if (p.softcap != 0) {
+        const Vec<T> y = tanh(x * per_cap);
+        x = cap * y;
+        slope = one - y * y;
+      }
+      if (p.bias.data) x = x + load(t.bias + at);
+      // The difference comes first: log2(e) times the smallest floats, a common bias, would be -inf.
+      Vec<T> weight = exp2<Degree>((x - load(block.lse + r)) * log2e), dropped = weight;
+      if (p.dropout.rng_state) {
+        const Vec<T> factor = load(t.factor + at);
+        dp = dp * factor;
+        dropped = weight * factor;
+      }
+      Vec<T> ds = weight * (dp - load(block.delta + r)), dqk = ds * slope;
+      if (mask) {
+        const VecMask<T> seen = mask->visible(j, r);
+        dropped = select(seen, dropped, zero);
+        ds = select(seen, ds, zero);
+        dqk = select(seen, dqk, zero);
+      }
+      if (dbias.data) store(t.bias + at, ds);
+      store(t.s + at, dropped);
+      store(t.dp + at, dqk);
+    }
+  }
+  if (dbias.data) add_tile(dbias, t.bias, rows, first_key, keys);
+  return tile_operands(t, keys, lanes);
+}
+
+MHA_ISA_END
