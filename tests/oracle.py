@@ -92,13 +92,13 @@ def within_rule(name: str, actual: torch.Tensor, truth: Truth, factor: float) ->
 
 
 def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse, dweights):
-    """Sums of absolute values of the terms behind out, lse, weights and the gradients, each times (1 + the row's or tensor's largest score)."""
+    """Sums of absolute values of the terms behind out, lse, weights and the gradients, each times (1 + the row's largest score)."""
     with torch.no_grad():
         q, k, v, dout = (t.detach().double() for t in (q, k, v, dout))
         B, H, Sq, D = q.shape
         Hk, Sk = k.shape[1], k.shape[2]
         scale = D**-0.5 if scale is None else scale
-        _, _, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap)
+        _, lse, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap)
         kept = torch.ones_like(weights) if keep is None else keep.double() * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
         kr, vr = (t.repeat_interleave(H // Hk, dim=1).abs() if Hk else t for t in (k, v))
         scores = abs(scale) * (q.abs() @ kr.transpose(-1, -2))
@@ -107,7 +107,6 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         if seen is not None:
             scores = scores.masked_fill(~seen, 0.0)
         row = 1 + (scores.amax(-1, keepdim=True) if Sk else scores.new_zeros(B, H, Sq, 1))  # [B,H,Sq,1]
-        largest = row.max() if row.numel() else torch.tensor(1.0)
         dp = dout.abs() @ vr.transpose(-1, -2)
         if dweights is not None:
             dp = dp + dweights.detach().double().abs()
@@ -122,7 +121,7 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
 
         result = {
             "out": ((weights * kept) @ vr) * row,
-            "lse": row.squeeze(-1),
+            "lse": row.squeeze(-1) + lse.abs(),
             "weights": weights * kept * row,
             "q": abs(scale) * (ds @ kr),
             "k": per_kv_head(abs(scale) * (ds.transpose(-1, -2) @ q.abs())),
@@ -130,7 +129,6 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         }
         if bias is not None:
             result["bias"] = ds.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)
-        del largest
         return result
 
 
@@ -187,7 +185,7 @@ def truths(q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, sca
     result = {}
     for name, exact in exact_run.items():
         rival = rival_run.get(name)
-        kind = accumulate_dtype(dtype) if name == "lse" else bias.dtype if name == "bias" else dtype
+        kind = accumulate_dtype(dtype) if name == "lse" else dtype
         result[name] = Truth(exact.detach(), rival, magnitude[name], kind)
     return result
 

@@ -221,7 +221,7 @@ def test_rng_state_none_follows_torch_manual_seed(device):
 def test_rng_state_is_not_changed_and_other_states_differ(device):
     q, k, v = (torch.randn(1, 2, 33, 16, device=device) for _ in range(3))
     seen = []
-    for state in ([1, 0], [2, 0], [1, 1], [1 + 2**32, 0], [1, 2**32], [-1, 0]):
+    for state in ([1, 0], [2, 0], [1, 1], [1 + 2**32, 0], [1, 2**33], [-1, 0]):
         rng_state = torch.tensor(state, device=device)
         seen.append(mha_ext.attention(q, k, v, dropout_p=0.5, rng_state=rng_state))
         assert rng_state.tolist() == state

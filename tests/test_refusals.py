@@ -1,0 +1,245 @@
+"""Every refusal: the exception type that torch users expect, one sentence, what was given with its shapes, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import mha_ext
+from mha_ext import masks
+
+ANY = (ValueError, TypeError, RuntimeError)
+
+
+def refusal(fn, *parts: str, kind=ANY) -> str:
+    """fn() must raise `kind` with one sentence that holds each of `parts` (spaces and bracket kinds aside)."""
+    with pytest.raises(kind) as error:
+        fn()
+    text = str(error.value)
+    assert text and "\n" not in text, f"not one line: {text!r}"
+    assert not re.search(r"[.!?]\s+[A-Z]", text), f"more than one sentence: {text!r}"
+    assert len(text) < 500, f"too long: {text!r}"
+    plain = text.replace(" ", "").replace("(", "[").replace(")", "]")
+    for part in parts:
+        assert part.replace(" ", "") in plain, f"{part!r} is not in {text!r}"
+    return text
+
+
+def qkv(B=2, H=4, Hk=2, Sq=5, Sk=7, D=8, Dv=8, dtype=torch.float32):
+    return torch.randn(B, H, Sq, D).to(dtype), torch.randn(B, Hk, Sk, D).to(dtype), torch.randn(B, Hk, Sk, Dv).to(dtype)
+
+
+q, k, v = qkv()
+
+SHAPES = {
+    "3-d query": ((torch.randn(4, 5, 8), k, v), "[4,5,8]"),
+    "5-d key": ((q, k[None], v), "[1,2,2,7,8]"),
+    "batch": ((q, k[:1], v[:1]), "[2,4,5,8]", "[1,2,7,8]"),
+    "key/value batch": ((q, k, v[:1]), "[1,2,7,8]"),
+    "key/value heads": ((q, k, v[:, :1]), "[2,1,7,8]"),
+    "key/value length": ((q, k, v[:, :, :6]), "[2,2,6,8]"),
+    "head size": ((q, k[..., :7], v), "[2,4,5,8]", "[2,2,7,7]"),
+    "head ratio": ((torch.randn(2, 3, 5, 8), k, v), "[2,3,5,8]", "[2,2,7,8]"),
+    "more key heads": ((q[:, :1], k, v), "[2,1,5,8]", "[2,2,7,8]"),
+    "no key heads": ((q, k[:, :0], v[:, :0]), "[2,0,7,8]"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name):
+    tensors, *parts = SHAPES[name]
+    refusal(lambda: mha_ext.attention(*tensors), *parts, kind=ValueError)
+    refusal(lambda: mha_ext.explain(*tensors), *parts, kind=ValueError)
+
+
+def test_dtypes():
+    refusal(lambda: mha_ext.attention(q, k.bfloat16(), v), "float32", "bfloat16", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q.half(), k.half(), v.double()), "float16", "float64", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q.long(), k.long(), v.long()), "int64", kind=TypeError)
+    refusal(lambda: mha_ext.attention(*(t.to(torch.complex64) for t in (q, k, v))), "complex64", kind=TypeError)
+    refusal(lambda: mha_ext.attention(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))), "float8_e4m3fn", kind=TypeError)
+
+
+def test_not_tensors():
+    refusal(lambda: mha_ext.attention([[1.0]], k, v), "list", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, None, v), "NoneType", kind=TypeError)
+    refusal(lambda: mha_ext.scaled_dot_product_attention(q, k, 3.0), "float", kind=TypeError)
+    refusal(lambda: mha_ext.masked_softmax(3.0), "float", kind=TypeError)
+    refusal(lambda: mha_ext.split_heads("x", 2), "str", kind=TypeError)
+
+
+def test_devices():
+    meta = torch.empty(2, 2, 7, 8, device="meta")
+    refusal(lambda: mha_ext.attention(q, meta, meta), "cpu", "meta", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.bool, device="meta")), "cpu", "meta", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7, device="meta")), "cpu", "meta", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Padding(torch.ones(2, dtype=torch.int64, device="meta"))), "meta", kind=ValueError)
+
+
+MASK_SHAPES = {
+    "1-d": ((7,), "[7]", "[5,7]"),
+    "3-d per batch": ((2, 5, 7), "[2,5,7]", "[:,None]"),
+    "3-d per head": ((4, 5, 7), "[4,5,7]", "[None]"),
+    "3-d batch and heads": ((8, 5, 7), "[8,5,7]", "2,4"),
+    "3-d that fits nothing": ((3, 5, 7), "[3,5,7]", "[2,4,5,7]"),
+    "[B,Sk]": ((2, 7), "[2,7]", "[:,None,None,:]"),
+    "wrong length": ((5, 6), "[5,6]", "[5,7]"),
+    "transposed": ((7, 5), "[7,5]", "[5,7]"),
+    "4-d wrong batch": ((3, 1, 5, 7), "[3,1,5,7]", "[2,4,5,7]"),
+    "4-d wrong heads": ((2, 2, 5, 7), "[2,2,5,7]", "[2,4,5,7]"),
+    "5-d": ((1, 2, 4, 5, 7), "[1,2,4,5,7]"),
+    "0-d": ((), "[]", "[5,7]"),
+}
+
+
+@pytest.mark.parametrize("name", MASK_SHAPES)
+@pytest.mark.parametrize("argument", ["mask", "Dense", "bias"])
+def test_mask_and_bias_shapes(name, argument):
+    shape, *parts = MASK_SHAPES[name]
+    t = torch.ones(shape, dtype=torch.bool)
+    options = {"mask": {"mask": t}, "Dense": {"mask": masks.Dense(t)}, "bias": {"bias": t.float()}}[argument]
+    text = refusal(lambda: mha_ext.attention(q, k, v, **options), *parts, kind=ValueError)
+    if name == "[B,Sk]" and argument != "bias":
+        assert "Padding" in text
+    refusal(lambda: mha_ext.masked_softmax(torch.randn(2, 4, 5, 7), **options), *parts, kind=ValueError)
+
+
+def test_mask_types():
+    refusal(lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7)), "float32", "[5,7]", "bias=", kind=TypeError)
+    refusal(lambda: masks.Dense(torch.ones(5, 7)), "float32", "bias=", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7).int()), "int32", "bool", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask="causal"), "str", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=True), "bool", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Causal), "mask object", kind=TypeError)  # the class instead of an object
+    refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7, dtype=torch.bool)), "bool", "mask=", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7).double()), "float64", "float32", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, bias=0.5), "float", kind=TypeError)
+    refusal(lambda: masks.Causal() & torch.ones(5, 7, dtype=torch.bool), "Dense", kind=TypeError)
+    refusal(lambda: masks.Causal() & None, "NoneType", kind=TypeError)
+
+
+def test_mask_objects():
+    three, wrong = torch.tensor([1, 2, 3]), torch.tensor([[1, 2]])
+    for kind in (masks.Padding, masks.LeftPadding, masks.Prefix):
+        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(three)), kind.__name__, "[3]", "[2]", kind=ValueError)  # noqa: B023
+        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(wrong)), kind.__name__, "[1,2]", kind=ValueError)  # noqa: B023
+        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([1.0, 2.0]))), "float32", kind=(ValueError, TypeError))  # noqa: B023
+        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([True, False]))), "bool", kind=(ValueError, TypeError))  # noqa: B023
+    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(7, dtype=torch.int64))), "[7]", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(2, 6, dtype=torch.int64))), "[2,6]", "[2,7]", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(3, 7, dtype=torch.int64))), "[3,7]", kind=ValueError)
+    refusal(lambda: masks.Causal("left"), "bottom_right", "top_left", kind=ValueError)
+    refusal(lambda: masks.Causal(True), "bottom_right", kind=(ValueError, TypeError))
+    refusal(lambda: masks.Window(1.5, 0), "1.5", kind=(ValueError, TypeError))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), float("inf")])
+def test_probability(p):
+    refusal(lambda: mha_ext.attention(q, k, v, dropout_p=p), "[0,1]", kind=ValueError)
+    refusal(lambda: mha_ext.masked_softmax(torch.randn(1, 1, 2, 2), dropout_p=p), "[0,1]", kind=ValueError)
+    refusal(lambda: mha_ext.dropout_mask(torch.tensor([1, 2]), p, 1, 1, 2, 2, "cpu"), "[0,1]", kind=ValueError)
+    refusal(lambda: mha_ext.scaled_dot_product_attention(q, q, q, dropout_p=p), "[0,1]", kind=ValueError)
+
+
+@pytest.mark.parametrize("state", [torch.tensor([1.0, 2.0]), torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor([1, 2], dtype=torch.int32), 7, (1, 2)], ids=str)
+def test_rng_state(state):
+    refusal(lambda: mha_ext.attention(q, k, v, dropout_p=0.5, rng_state=state), "int64", "[2]", kind=(ValueError, TypeError))
+
+
+def test_numbers():
+    refusal(lambda: mha_ext.attention(q, k, v, softcap=-1.0), "-1.0", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, softcap=float("nan")), "nan", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k, v, scale="big"), "str", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, deterministic="yes"), "yes", kind=TypeError)
+
+
+def test_not_yet_available():
+    """What comes later says so instead of being ignored."""
+    for name, value in (("sinks", torch.zeros(4)), ("pre_mix", torch.eye(4)), ("post_mix", torch.eye(4))):
+        refusal(lambda: mha_ext.attention(q, k, v, **{name: value}), name)  # noqa: B023
+
+
+def test_heads():
+    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 10), 4), "[2,3,10]", "4", kind=ValueError)
+    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 0), "0", kind=ValueError)
+    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), -2), "-2", kind=ValueError)
+    refusal(lambda: mha_ext.split_heads(torch.randn(3, 8), 2), "[3,8]", kind=ValueError)
+    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 2, torch.randn(7)), "[7]", "[8]", kind=ValueError)
+    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 2, torch.randn(8).double()), "float64", "float32", kind=TypeError)
+    refusal(lambda: mha_ext.split_heads(torch.ones(2, 3, 8).long(), 2), "int64", kind=TypeError)
+    refusal(lambda: mha_ext.merge_heads(torch.randn(2, 3, 8)), "[2,3,8]", kind=ValueError)
+    refusal(lambda: mha_ext.merge_heads(torch.randn(2, 4, 3, 8), torch.eye(3)), "[3,3]", "[4,4]", kind=ValueError)
+    refusal(lambda: mha_ext.merge_heads(torch.randn(2, 4, 3, 8), torch.eye(4).bfloat16()), "bfloat16", kind=TypeError)
+
+
+def test_softmax():
+    refusal(lambda: mha_ext.masked_softmax(torch.randn(5)), "[5]", kind=ValueError)
+    refusal(lambda: mha_ext.masked_softmax(torch.randn(2, 5, 7)), "[2,5,7]", kind=ValueError)
+    refusal(lambda: mha_ext.masked_softmax(torch.ones(1, 1, 5, 7).long()), "int64", kind=TypeError)
+
+
+def test_sdpa():
+    sdpa = mha_ext.scaled_dot_product_attention
+    refusal(lambda: sdpa(q, k, v), "[2,4,5,8]", "[2,2,7,8]", "enable_gqa")
+    refusal(lambda: sdpa(torch.randn(2, 3, 5, 8), k, v, enable_gqa=True), "[2,3,5,8]", "[2,2,7,8]")
+    refusal(lambda: sdpa(q, q, q, torch.ones(5, 6, dtype=torch.bool)), "[5,6]")
+    refusal(lambda: sdpa(q, q, q, torch.ones(5, 5).long()), "int64")
+    refusal(lambda: sdpa(torch.randn(8), torch.randn(8), torch.randn(8)), "[8]")
+
+
+def test_modules():
+    nn = mha_ext.nn
+    refusal(lambda: nn.MultiheadAttention(10, 3), "10", "3", kind=(ValueError, AssertionError))
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    refusal(lambda: module(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)), "[2,4]", kind=(ValueError, RuntimeError))
+    refusal(lambda: module(x, x, x, attn_mask=torch.zeros(5, 4, dtype=torch.bool)), "[5,4]", kind=(ValueError, RuntimeError))
+    refusal(lambda: module(x, x, x, attn_mask=torch.zeros(3, 5, 5, dtype=torch.bool)), "[3,5,5]", kind=(ValueError, RuntimeError))
+    refusal(lambda: module(x[0, 0], x, x), "[8]", kind=(ValueError, RuntimeError, AssertionError))
+    refusal(lambda: module(torch.randn(2, 5, 6), x, x), "[2,5,6]", kind=(ValueError, RuntimeError, AssertionError))
+    refusal(lambda: nn.SelfAttention(16, 3, head_dim=None), "16", "3", kind=ValueError)
+    refusal(lambda: nn.SelfAttention(16, 4, num_kv_heads=3), "4", "3", kind=ValueError)
+
+
+def test_ops_called_directly_refuse_instead_of_crashing():
+    """torch.ops.mha_ext.* does not trust its callers."""
+    op = torch.ops.mha_ext.attention_fwd
+    nothing = (None,) * 6
+
+    def call(q=q, k=k, v=v, rest=nothing, left=None, right=None, p=0.0, rng=None):
+        return op(q, k, v, *rest, left, right, False, 1.0, 0.0, p, rng, False)
+
+    call()
+    refusal(lambda: call(k=k[0]), "[2,7,8]", kind=RuntimeError)
+    refusal(lambda: call(v=v[:, :, :3]), "[2,2,3,8]", kind=RuntimeError)
+    refusal(lambda: call(k=k.double()), "Double", kind=RuntimeError)
+    refusal(lambda: call(q=q.long(), k=k.long(), v=v.long()), kind=RuntimeError)
+    refusal(lambda: call(rest=(torch.ones(5, 7), *nothing[1:])), "[5,7]", kind=RuntimeError)
+    refusal(lambda: call(rest=(None, torch.ones(1, 1, 5, 7), *nothing[2:])), "bool", kind=RuntimeError)
+    refusal(lambda: call(rest=(None, torch.ones(1, 1, 5, 6, dtype=torch.bool), *nothing[2:])), "[1,1,5,6]", kind=RuntimeError)
+    refusal(lambda: call(rest=(None, None, torch.ones(2, 4, dtype=torch.int64), *nothing[3:])), "[2,4]", kind=RuntimeError)
+    refusal(lambda: call(rest=(None, None, torch.ones(2, 5), *nothing[3:])), kind=RuntimeError)
+    refusal(lambda: call(rest=(*nothing[:4], torch.ones(2, 5, dtype=torch.int64), None)), kind=RuntimeError)
+    refusal(lambda: call(p=0.5), "rng_state", kind=RuntimeError)
+    refusal(lambda: call(p=0.5, rng=torch.ones(3, dtype=torch.int64)), "[3]", kind=RuntimeError)
+    refusal(lambda: call(p=1.5, rng=torch.ones(2, dtype=torch.int64)), "1.5", kind=RuntimeError)
+    refusal(lambda: torch.ops.mha_ext.split_heads(torch.randn(2, 3, 10), 4), "[2,3,10]", kind=RuntimeError)
+    refusal(lambda: torch.ops.mha_ext.merge_heads(torch.randn(2, 3, 10)), "[2,3,10]", kind=RuntimeError)
+    refusal(lambda: torch.ops.mha_ext.dropout_mask(torch.tensor([1.0, 2.0]), 0.5, 1, 1, 2, 2), kind=RuntimeError)
+    refusal(lambda: torch.ops.mha_ext.dropout_mask(torch.tensor([1, 2]), 0.5, 1, 1, -2, 2), kind=RuntimeError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, CUDA tensors are served or refused elsewhere")
+def test_cuda_without_cuda_says_why():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from mha_ext import _ops
+
+    if _ops.without_cuda is None:
+        pytest.skip("built with CUDA")
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 2, 8, device="cuda")
+        text = refusal(lambda: mha_ext.attention(x, x, x), "CUDA")
+    assert _ops.without_cuda in text
