@@ -84,13 +84,17 @@ void softmax_row_fwd(const MaskedSoftmaxForward& p, const SoftmaxRow& r, const S
   if (top == -std::numeric_limits<A>::infinity()) top = 0;  // nothing seen, unless it is NaN: the sum tells
   const double sum = exp_row(x, top, n);
   *lse = A(top + std::log(sum));
-  // Where the sum is finite, hidden weights are 0 already.
-  if (r.visible && !(sum < std::numeric_limits<double>::infinity())) hide(x, r.visible, A(0), n);
+  A factor = A(sum == 0 ? 0 : 1 / sum);
   if (p.dropout.rng_state) {
     dropout_factors(p, r, scratch.row(1, thread));
     multiply_row(x, scratch.row(1, thread), n);
   }
-  store_row(out + r.keys.begin, x, A(sum == 0 ? 0 : 1 / sum), n);
+  if (r.visible && std::isnan(factor)) {  // a visible NaN fills the row, but hidden weights stay 0
+    store_row<A>(x, x, factor, n);
+    hide(x, r.visible, A(0), n);
+    factor = 1;
+  }
+  store_row(out + r.keys.begin, x, factor, n);
 }
 
 // Calls f(b, h, i, thread) for each row, with neighbours one after the other on one thread.

@@ -1,0 +1,63 @@
+// The choice of the instruction set. CTest also runs this program with MHA_EXT_CPU_ISA set.
+#include <cstdlib>
+#include <stdexcept>
+
+#include "../../csrc/cpu/cpu_features.h"
+#include "harness.h"
+
+using namespace harness;
+
+namespace {
+
+std::string refusal(const char* isa) {
+  try {
+    mha::cpu::kernels_for(isa);
+  } catch (const std::runtime_error& e) {
+    return e.what();
+  }
+  return "";
+}
+
+// Every table names itself and has every kernel.
+void tables() {
+  for (const std::string& name : mha::cpu::available_isas()) {
+    const Kernels& k = mha::cpu::kernels_for(name);
+    check(k.isa == name, name + " names itself");
+    check(k.attention_fwd && k.attention_fwd_workspace && k.attention_bwd && k.attention_bwd_workspace &&
+              k.masked_softmax_fwd && k.masked_softmax_bwd && k.split_heads && k.merge_heads && k.dropout_mask,
+          name + " has every kernel");
+  }
+}
+
+void refusals() {
+  for (const char* name : {"", "AVX2", "neon9"})
+    check(refusal(name).find("is unknown; choose one of scalar") != std::string::npos,
+          std::string("'") + name + "' is refused as unknown");
+#ifdef __x86_64__
+  const mha::cpu::CpuFeatures f = mha::cpu::detect_cpu_features();
+  const std::pair<const char*, bool> isas[] = {{"avx2", f.avx2}, {"avx512", f.avx512}, {"avx512_bf16", f.avx512_bf16}};
+  for (const auto& [name, usable] : isas)
+    check(usable ? refusal(name).empty() : refusal(name).find("is absent from this machine") != std::string::npos,
+          std::string(name) + " is taken if and only if this machine has it");
+  check(__builtin_cpu_supports("avx2") == 0 || f.avx2, "AVX2 is found when the compiler's runtime finds it");
+  check((__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) == f.avx512,
+        "AVX-512 is found if and only if the compiler's runtime finds it");
+#endif
+}
+
+}  // namespace
+
+int main() {
+  try {
+    std::printf("in use: %s\n", mha::cpu::kernels().isa);
+  } catch (const std::runtime_error& e) {
+    std::printf("%s\n", e.what());
+    return 2;
+  }
+  check(std::getenv("MHA_EXT_CPU_ISA") || mha::cpu::kernels().isa == mha::cpu::available_isas().back(),
+        "the best instruction set is the default");
+  tables();
+  refusals();
+  return finish();
+}
