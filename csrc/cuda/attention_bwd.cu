@@ -1,0 +1,102 @@
+// Attention backward: which kernels run, and what they share in the workspace.
+#include <algorithm>
+
+#include "attention_bwd_rows.cuh"
+#include "attention_bwd_simple.cuh"
+#include "inst/instances.h"
+
+namespace mha::cuda {
+namespace {
+
+using Kernel = Instance<AttentionBackwardLaunch>;
+
+struct Plan {
+  const Kernel *dkv = nullptr, *dq = nullptr;  // null: attention_bwd_simple
+  AttentionBackwardLaunch launch;
+  std::size_t rows_bytes = 0, spans_bytes = 0;
+};
+
+// What an instance that is not general leaves out.
+bool plain(const AttentionBackwardLaunch& p) {
+  return !p.bias.data && !p.mask.query_ids && !p.mask.dense && p.softcap == 0 && !p.dropout.rng_state && !p.dweights.data &&
+         p.aligned;
+}
+
+template <std::size_t kCount>
+const Kernel* find(const Kernel (&table)[kCount], const AttentionBackwardLaunch& p) {
+  for (const Kernel& kernel : table)
+    if (kernel.dtype == p.dtype && std::max(p.D, p.Dv) <= kernel.head && (kernel.general || plain(p))) return &kernel;
+  return nullptr;
+}
+
+Plan plan(const AttentionBackward& p) {
+  Plan plan;
+  AttentionBackwardLaunch& launch = plan.launch;
+  static_cast<AttentionBackward&>(launch) = p;
+  static_cast<Numbers&>(launch) = numbers(p.scale, p.softcap, p.dropout);
+  const std::size_t size = size_of(p.dtype), accumulate = size_of(accumulate_type(p.dtype));
+  launch.aligned = aligned_16(p.q, size) && aligned_16(p.k, size) && aligned_16(p.v, size) && aligned_16(p.dout, size);
+  launch.aligned_rows = aligned_16(p.dout, size) && aligned_16(p.out, size);
+  launch.aligned_dq = aligned_16(p.dq, size);
+  launch.aligned_dk = aligned_16(p.dk, size);
+  launch.aligned_dv = aligned_16(p.dv, size);
+  launch.row_blocks = int((p.Sq + 2 * kRowBlock - 1) / (2 * kRowBlock) * 2);
+  plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
+  plan.dq = find(k_attention_bwd_dq_sm80, launch);
+  const std::size_t blocks = std::size_t(p.B * p.H) * launch.row_blocks;
+  plan.rows_bytes = blocks * (accumulate == 8 ? sizeof(RowBlock<double>) : sizeof(RowBlock<float>));
+  plan.spans_bytes = blocks * sizeof(Span);
+  return plan;
+}
+
+template <class T, class A>
+void run(Plan& plan, cudaStream_t stream) {
+  AttentionBackwardLaunch launch = plan.launch;
+  auto prepare = [&](bool base_2) {
+    launch.base_2 = base_2;
+    launch_attention_bwd_rows<T, A>(launch, stream);
+  };
+  if (plan.dkv) {
+    prepare(true);
+    plan.dkv->launch(launch, stream);
+    plan.dq->launch(launch, stream);
+    if (launch.dbias.data) prepare(false);
+  } else {
+    prepare(false);
+    launch_attention_bwd_simple<T, A, BackwardRole::dq>(launch, stream);
+    launch_attention_bwd_simple<T, A, BackwardRole::dk>(launch, stream);
+    launch_attention_bwd_simple<T, A, BackwardRole::dv>(launch, stream);
+  }
+  if (launch.dbias.data) launch_attention_bwd_simple<T, A, BackwardRole::dbias>(launch, stream);
+}
+
+}  // namespace
+
+std::size_t attention_bwd_workspace(const AttentionBackward& p, bool) {
+  const Plan plan = cuda::plan(p);
+  return plan.rows_bytes + plan.spans_bytes;
+}
+
+const char* attention_bwd_kernel(const AttentionBackward& p, bool) {
+  const Plan plan = cuda::plan(p);
+  return plan.dkv ? plan.dkv->name : "attention_bwd_simple";
+}
+
+void attention_bwd(const AttentionBackward& p, bool, void* workspace, cudaStream_t stream) {
+  if (p.B == 0 || p.H == 0 || p.Hk == 0) return;
+  Plan plan = cuda::plan(p);
+  plan.launch.rows = workspace;
+  plan.launch.spans = reinterpret_cast<Span*>(static_cast<char*>(workspace) + plan.rows_bytes);
+  switch (p.dtype) {
+    case DType::f64:
+      return run<double, double>(plan, stream);
+    case DType::f32:
+      return run<float, float>(plan, stream);
+    case DType::bf16:
+      return run<__nv_bfloat16, float>(plan, stream);
+    case DType::f16:
+      return run<__half, float>(plan, stream);
+  }
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,150 @@
+// The gradient of queries on tensor cores, without atomics (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and
+// bf16, head sizes up to kHead (smaller ones are filled up with zeros).
+//
+// A block takes kRows query rows of one head and walks over the tiles of keys that they see. A warp owns 16 * kMt rows and
+// works in steps of kStep keys: S = Q K^T and dP = dO V^T in registers become dS, operand A of dQ += dS K.
+#pragma once
+#include "attention_bwd_scores_sm80.cuh"
+#include "error.h"
+
+namespace mha::cuda {
+
+template <int kHead_, bool kGeneral_>
+struct BackwardQueriesSm80 {
+  static constexpr int kHead = kHead_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kMt = kHead <= 64 ? 2 : 1;
+  static constexpr int kWarps = kHead <= 64 || kHead > 128 ? 4 : 8, kThreads = 32 * kWarps;
+  static constexpr int kWarpRows = 16 * kMt, kRows = kWarpRows * kWarps;
+  static constexpr int kKeys = kHead <= 128 ? 64 : 32, kStages = kHead <= 128 ? 2 : 1;
+  static constexpr int kStep = kGeneral || kMt == 2 ? 16 : 32, kNt = kStep / 8, kOt = kHead / 8;
+  // Queries and dout are held in registers, where they fit; they come in through the stages of the key tiles.
+  static constexpr bool kHeld = kHead <= 128;
+  static constexpr int kBlocksPerSm = kWarps == 4 && kHead <= 128 ? 2 : 1;
+  static constexpr int kTileBytes = kKeys * kHead * 2, kRowsBytes = kRows * kHead * 2;
+  static constexpr int kSharedBytes = kStages * 2 * kTileBytes + (kHeld ? 0 : 2 * kRowsBytes);
+  static_assert(!kHeld || 2 * kRowsBytes <= kStages * 2 * kTileBytes);
+};
+
+template <int kRows>
+__device__ inline Span span_of(const RowRange* ranges, int first, int Sq, int lane) {
+  const RowRange r = ranges[lane % kRows];
+  Span s = {kKeyMax, 0, 0, kKeyMax};
+  if (first + lane % kRows < Sq) s = {r.begin < r.end ? r.begin : kKeyMax, r.end, r.begin, r.end};
+  return warp_merge(s);
+}
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    attention_bwd_dq_sm80(const __grid_constant__ AttentionBackwardLaunch p) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
+  __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, Sq = int(p.Sq);
+  const int row_tiles = (Sq + C::kRows - 1) / C::kRows, own_rows = warp * C::kWarpRows;
+  // Late query tiles first: under a causal mask they have the most to do.
+  const int first_row = (row_tiles - 1 - int(blockIdx.x % row_tiles)) * C::kRows;
+  const int64_t bh = blockIdx.x / row_tiles, b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
+  const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : C::kStages * 2 * C::kTileBytes);
+  const bool aligned = !C::kGeneral || p.aligned;
+
+  Tile::template load<C::kRows>(aligned, query_at, matrix<T>(p.q, b, h, Sq, p.D), first_row, thread);
+  Tile::template load<C::kRows>(aligned, query_at + C::kRowsBytes, matrix<T>(p.dout, b, h, Sq, p.Dv), first_row, thread);
+  const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + bh * p.row_blocks + first_row / kRowBlock;
+  for (int i = thread; i < int(sizeof(row_blocks) / 16); i += C::kThreads)
+    cp_async_16(shared_address(row_blocks) + i * 16, reinterpret_cast<const char*>(blocks) + i * 16, 16);
+  cp_async_commit();
+  Span all = p.spans[bh * p.row_blocks + first_row / kRowBlock];
+  if (C::kRows > kRowBlock) all = merge(all, p.spans[bh * p.row_blocks + first_row / kRowBlock + 1]);
+  cp_async_wait<0>();
+  __syncthreads();
+
+  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_a(lane), dout_lane = q_lane + C::kRowsBytes;
+  uint32_t q[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], dout[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
+  if constexpr (C::kHeld) {
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+      for (int d = 0; d < C::kHead / 16; ++d) {
+        ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
+        ldmatrix_x4(dout[m][d], Tile::at_step(dout_lane, d) + m * 16 * Tile::kRowBytes);
+      }
+    __syncthreads();
+  }
+  const RowBlock<float>& rows = row_blocks[own_rows / kRowBlock];
+  const int i = own_rows % kRowBlock;
+  const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, Sq, lane);
+
+  int tile = all.begin < all.end ? all.begin / C::kKeys : 0;
+  const int tile_end = all.begin < all.end ? (all.end + C::kKeys - 1) / C::kKeys : 0;
+  auto load_tile = [&](int n, uint32_t stage) {
+    Tile::template load<C::kKeys>(aligned, stage, matrix<T>(p.k, b, hk, p.Sk, p.D), n * C::kKeys, thread);
+    Tile::template load<C::kKeys>(aligned, stage + C::kTileBytes, matrix<T>(p.v, b, hk, p.Sk, p.Dv), n * C::kKeys, thread);
+    cp_async_commit();
+  };
+  if (tile < tile_end) load_tile(tile, base);
+  float dq[C::kMt][C::kOt][4] = {};
+  const bool elementwise = C::kGeneral && (p.mask.query_ids || p.mask.dense);
+
+  for (uint32_t stage = base; tile < tile_end; ++tile) {
+    cp_async_wait<0>();
+    bool nonfinite = false;
+    if (elementwise || tile * C::kKeys < all.full_begin || (tile + 1) * C::kKeys > all.full_end)
+      nonfinite = __syncthreads_or(Tile::template any_nonfinite<C::kKeys>(stage, thread));
+    else
+      __syncthreads();
+    const uint32_t next = C::kStages == 1 ? base : base + (base + 2 * C::kTileBytes - stage);
+    if (C::kStages > 1 && tile + 1 < tile_end) load_tile(tile + 1, next);
+    if (nonfinite) {
+      Tile::template take_specials<C::kKeys>(stage, specials, thread);
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int step = 0; step < C::kKeys; step += C::kStep) {
+      const int key = tile * C::kKeys + step;
+      if (key >= own.end || key + C::kStep <= own.begin) continue;
+      const GradientPlace at = {b, h, first_row + own_rows, key, rows.negative_lse + i, rows.delta + i, rows.ranges + i};
+      const bool hides = C::kGeneral || key < own.full_begin || key + C::kStep > own.full_end;
+      uint32_t visible = ~0u;
+      if (hides) {
+        visible = visible_pairs<C::kMt, C::kNt, false, !C::kGeneral>(p.mask, at, lane);
+        if (!__any_sync(~0u, visible)) continue;
+      }
+      const uint32_t k_tile = stage + step * Tile::kRowBytes, v_tile = k_tile + C::kTileBytes;
+      float s[C::kMt][C::kNt][4] = {}, ds[C::kMt][C::kNt][4] = {};
+      multiply_rows<T, Tile, C::kHead, !C::kHeld>(s, q, q_lane, k_tile + Tile::lane_b(lane));
+      multiply_rows<T, Tile, C::kHead, !C::kHeld>(ds, dout, dout_lane, v_tile + Tile::lane_b(lane));
+      to_gradients<T, false, C::kGeneral, false>(s, ds, p, at, hides, visible, lane);
+#pragma unroll
+      for (int n = 0; n < C::kNt; n += 2) {
+        uint32_t a[C::kMt][4];
+#pragma unroll
+        for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], ds[m], n);
+        multiply_columns<T, Tile>(dq, a, k_tile + n * 8 * Tile::kRowBytes + Tile::lane_a(lane));
+      }
+      if (nonfinite) add_specials<C::kMt, C::kNt>(dq, visible, specials + step * C::kOt, lane);
+    }
+    if (C::kStages == 1) {
+      __syncthreads();
+      if (tile + 1 < tile_end) load_tile(tile + 1, next);
+    }
+    stage = next;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  store_rows<T, Tile>(dq, float(p.scale), matrix<T>(p.dq, b, h, Sq, p.D), first_row + own_rows, 0, p.aligned_dq,
+                      base + own_rows * Tile::kRowBytes, lane);
+}
+
+template <class T, class C>
+void launch_attention_bwd_dq_sm80(const char* name, const AttentionBackwardLaunch& p, cudaStream_t stream) {
+  auto kernel = attention_bwd_dq_sm80<T, C>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), name);
+  const int64_t blocks = (p.Sq + C::kRows - 1) / C::kRows * p.B * p.H;
+  if (blocks == 0) return;
+  kernel<<<grid_size(blocks, name), C::kThreads, C::kSharedBytes, stream>>>(p);
+  check(cudaGetLastError(), name);
+}
+
+}  // namespace mha::cuda

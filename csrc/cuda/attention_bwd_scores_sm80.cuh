@@ -1,0 +1,229 @@
+// What attention's backward does to tiles of scores in the registers of mma accumulators: from q.k and dout.v to the weights
+// and the gradients of the scores.
+//
+// Fragments are as in fragment_sm80.cuh; with kTransposed they hold S^T: keys down, queries across.
+#pragma once
+#include "attention_bwd_launch.h"
+#include "fragment_sm80.cuh"
+#include "prim/mma.cuh"
+#include "tile_sm80.cuh"
+
+namespace mha::cuda {
+
+// Where a warp's score tile is, and the numbers of its rows.
+struct GradientPlace {
+  int64_t b, h;
+  int row, key;  // of the tile's first element
+  const float *negative_lse, *delta;
+  const RowRange* ranges;
+};
+
+template <bool kTransposed>
+__device__ inline int fragment_row(int m, int n, int half, int e, int lane) {
+  return kTransposed ? 8 * n + lane % 4 * 2 + e : 16 * m + 8 * half + lane / 4;
+}
+
+template <bool kTransposed>
+__device__ inline int fragment_key(int m, int n, int half, int e, int lane) {
+  return fragment_row<!kTransposed>(m, n, half, e, lane);
+}
+
+// Calls f(m, n, half, e) for each of a fragment's elements.
+template <int kMt, int kNt, class F>
+__device__ inline void for_fragment(F f) {
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < kNt; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f(m, n, half, e);
+}
+
+template <int kMt, int kNt>
+constexpr uint32_t kAllBits = kMt * kNt * 4 == 32 ? ~0u : (1u << kMt * kNt * 4 % 32) - 1;
+
+template <int kMt, int kNt, bool kTransposed, bool kIntervalOnly>
+__device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& at, int lane) {
+  static_assert(kMt * kNt * 4 <= 32);
+  uint32_t bits = 0;
+  for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
+    const int i = fragment_row<kTransposed>(m, n, half, e, lane), key = at.key + fragment_key<kTransposed>(m, n, half, e, lane);
+    const RowRange r = at.ranges[i];
+    bool visible = uint32_t(key - r.begin) < uint32_t(r.end - r.begin);
+    if constexpr (!kIntervalOnly)
+      visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key);
+    bits |= uint32_t(visible) << fragment_bit<kNt>(m, n, half, e);
+  });
+  return bits;
+}
+
+// The weights that dropout keeps, keys down. Four neighbouring keys of a query, which one Philox call decides, belong to the
+// lanes g = 4 * i + 0..3: lane c of these works out the words of row half c / 2, query c % 2, and they trade.
+template <int kMt, int kNt>
+__device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t threshold, uint32_t batch_head,
+                                                const GradientPlace& at, int lane) {
+  const int g = lane / 4, t = lane % 4, c = g % 4;
+  uint32_t own = 0;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < kNt; ++n) {
+      Philox4 w = dropout_words(key, batch_head, at.row + 8 * n + 2 * t + c % 2, at.key / 4 + 4 * m + 2 * (c / 2) + g / 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own |= uint32_t(w.word[i] >= threshold) << (4 * (m * kNt + n) + i);
+    }
+  uint32_t bits = 0;
+#pragma unroll
+  for (int x = 0; x < 4; ++x) bits |= (__shfl_xor_sync(~0u, own, 4 * x) >> c & 0x11111111u) << (c ^ x);
+  return bits;
+}
+
+template <class T, class F>
+__device__ inline float element(const Tensor4& t, const GradientPlace& at, int i, int j) {
+  const int64_t row = at.row + i, key = at.key + j;
+  return float(static_cast<const F*>(t.data)[at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
+}
+
+// s: q.k becomes the weights, after dropout. dp: dout.v becomes the gradient of q.k, but for the factor scale (or, with
+// kOfBias, the gradient of the bias). Both are 0 for pairs that `visible` hides (looked at only if `hides`).
+template <class T, bool kTransposed, bool kGeneral, bool kOfBias, int kMt, int kNt>
+__device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kNt][4], const AttentionBackwardLaunch& p,
+                                    const GradientPlace& at, bool hides, uint32_t visible, int lane) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  float bias[kGeneral ? kMt : 1][kGeneral ? kNt : 1][4];
+  uint32_t kept = ~0u;
+  if constexpr (kGeneral) {
+    auto read = [&](const Tensor4& t, bool f32, auto use) {
+      for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
+        if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) return;
+        const int i = fragment_row<kTransposed>(m, n, half, e, lane), j = fragment_key<kTransposed>(m, n, half, e, lane);
+        use(m, n, 2 * half + e, f32 ? element<T, float>(t, at, i, j) : element<T, T>(t, at, i, j));
+      });
+    };
+    for_fragment<kMt, kNt>([&](int m, int n, int half, int e) { bias[m][n][2 * half + e] = 0; });
+    if (p.bias.data && p.bias_dtype == DType::f32)
+      read(p.bias, true, [&](int m, int n, int e, float x) { bias[m][n][e] = x * kLog2e; });
+    else if (p.bias.data)
+      read(p.bias, false, [&](int m, int n, int e, float x) { bias[m][n][e] = x * kLog2e; });
+    if (p.dweights.data) read(p.dweights, false, [&](int m, int n, int e, float x) { dp[m][n][e] += x; });
+    if (p.dropout.rng_state) {
+      const DropoutKey key = dropout_key(p.dropout.rng_state);
+      const uint32_t batch_head = uint32_t(at.b * p.H + at.h);
+      if constexpr (kTransposed)
+        kept = kept_bits_transposed<kMt, kNt>(key, p.threshold, batch_head, at, lane);
+      else
+        kept = kept_bits<kMt, kNt>(key, p.threshold, batch_head, {at.b, at.h, at.row, at.key, at.ranges}, lane);
+    }
+  }
+  for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
+    const int i = fragment_row<kTransposed>(m, n, half, e, lane);
+    float &x = s[m][n][2 * half + e], &g = dp[m][n][2 * half + e];
+    if constexpr (!kGeneral) {
+      x = exp2_approx(fmaf(x, p.scale_log2, at.negative_lse[i]));
+      g = x * (g - at.delta[i]);
+    } else {
+      float derivative = 1;
+      if (p.cap == 0) {
+        x *= p.scale_log2;
+      } else {
+        const float t = soft_cap(x * p.softcap_scale, 1);
+        x = p.cap * kLog2e * t;
+        derivative = kOfBias ? 1 : 1 - t * t;
+      }
+      x = exp2_approx(x + bias[m][n][2 * half + e] + at.negative_lse[i]);
+      const float factor = kept >> fragment_bit<kNt>(m, n, half, e) & 1 ? p.keep_scale : 0;
+      g = x * (g * factor - at.delta[i]) * derivative;
+      x *= factor;
+    }
+  });
+  if (!hides) return;
+  for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
+    if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) s[m][n][2 * half + e] = dp[m][n][2 * half + e] = 0;
+  });
+}
+
+// Two neighbouring tiles of an accumulator, rounded, as operand A of the next product.
+template <class T, int kNt>
+__device__ inline void pack_operand(uint32_t (&a)[4], const float (&x)[kNt][4], int n) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = pack2<T>(x[n + i / 2][i % 2 * 2], x[n + i / 2][i % 2 * 2 + 1]);
+}
+
+// c += A B^T with the rows of both along kHead: A's fragments come from registers (or, kFromShared, by ldmatrix from a_lane
+// on), B are 8 * kNt rows of a tile.
+template <class T, class Tile, int kHead, bool kFromShared, int kMt, int kNt>
+__device__ inline void multiply_rows(float (&c)[kMt][kNt][4], const uint32_t (&held)[kMt][kFromShared ? 1 : kHead / 16][4],
+                                     uint32_t a_lane, uint32_t b_lane) {
+#pragma unroll
+  for (int d = 0; d < kHead / 16; ++d) {
+    uint32_t a[kMt][4];
+#pragma unroll
+    for (int m = 0; m < kMt; ++m)
+      if constexpr (kFromShared)
+        ldmatrix_x4(a[m], Tile::at_step(a_lane, d) + m * 16 * Tile::kRowBytes);
+      else
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = held[m][d][i];
+#pragma unroll
+    for (int n = 0; n < kNt; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b, Tile::at_step(b_lane, d) + n * 8 * Tile::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < kMt; ++m) {
+        mma_16x8x16<T>(c[m][n], a[m], b[0], b[1]);
+        mma_16x8x16<T>(c[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// c += A B for B of 16 rows of a tile, its 16-column steps [first_step, first_step + kOt / 2).
+template <class T, class Tile, int kMt, int kOt>
+__device__ inline void multiply_columns(float (&c)[kMt][kOt][4], const uint32_t (&a)[kMt][4], uint32_t b_lane) {
+#pragma unroll
+  for (int d = 0; d < kOt / 2; ++d) {
+    uint32_t b[4];
+    ldmatrix_x4_transposed(b, Tile::at_step(b_lane, d));
+#pragma unroll
+    for (int m = 0; m < kMt; ++m) {
+      mma_16x8x16<T>(c[m][2 * d], a[m], b[0], b[1]);
+      mma_16x8x16<T>(c[m][2 * d + 1], a[m], b[2], b[3]);
+    }
+  }
+}
+
+// A warp's sums * factor, rounded, to rows [first, first + 16 * kMt) of a matrix, through the warp's own part of shared
+// memory. Columns from `column` on.
+template <class T, class Tile, int kMt, int kOt>
+__device__ inline void store_rows(const float (&c)[kMt][kOt][4], float factor, const Matrix<T>& m, int first, int column,
+                                  bool aligned, uint32_t staging, int lane) {
+#pragma unroll
+  for (int i = 0; i < kMt; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kOt; ++n)
+        store_shared_4(staging + Tile::offset(16 * i + 8 * half + lane / 4, n) + lane % 4 * 4,
+                       pack2<T>(c[i][n][2 * half] * factor, c[i][n][2 * half + 1] * factor));
+  __syncwarp();
+#pragma unroll 2
+  for (int i = lane; i < 16 * kMt * kOt; i += 32) {
+    const int r = i / kOt, chunk = i % kOt, row = first + r, left = min(8, m.columns - column - chunk * 8);
+    if (row >= m.rows) break;
+    T* to = const_cast<T*>(m.data) + row * m.stride + column + chunk * 8;
+    const uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
+    if (left == 8 && aligned) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (j < left) reinterpret_cast<uint16_t*>(to)[j] = uint16_t(word[j / 2] >> j % 2 * 16);
+    }
+  }
+  __syncwarp();
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,102 @@
+// Attention forward: which kernel instances run, and in how many parts.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "attention_combine.cuh"
+#include "inst/instances.h"
+
+namespace mha::cuda {
+namespace {
+
+struct Plan {
+  const Instance<AttentionForwardLaunch>* main = nullptr;  // null: attention_fwd_simple
+  const Instance<AttentionForwardLaunch>* weights = nullptr;
+  AttentionForwardLaunch launch;
+};
+
+// What an instance that is not general leaves out.
+bool plain(const AttentionForwardLaunch& p) {
+  return !p.bias.data && !p.mask.query_ids && !p.mask.dense && p.softcap == 0 && !p.dropout.rng_state && p.scale > 0 &&
+         p.aligned_q && p.aligned_k && p.aligned_v;
+}
+
+template <std::size_t kCount>
+const Instance<AttentionForwardLaunch>* find(const Instance<AttentionForwardLaunch> (&table)[kCount],
+                                             const AttentionForwardLaunch& p, bool plain) {
+  for (const auto& instance : table)
+    if (instance.dtype == p.dtype && std::max(p.D, p.Dv) <= instance.head && (instance.general || plain)) return &instance;
+  return nullptr;
+}
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+// In how many parts to take the keys: enough blocks to fill the GPU twice, each with at least 256 keys.
+int key_splits(const AttentionForward& p, int block_rows) {
+  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows);
+  const int64_t wanted = 2 * multiprocessors() / std::max<int64_t>(blocks, 1);
+  return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(32)})));
+}
+
+Plan plan(const AttentionForward& p) {
+  Plan plan;
+  static_cast<AttentionForward&>(plan.launch) = p;
+  static_cast<Numbers&>(plan.launch) = numbers(p.scale, p.softcap, p.dropout);
+  const std::size_t size = size_of(p.dtype);
+  plan.launch.aligned_q = aligned_16(p.q, size);
+  plan.launch.aligned_k = aligned_16(p.k, size);
+  plan.launch.aligned_v = aligned_16(p.v, size);
+  plan.launch.aligned_out = aligned_16(p.out, size);
+  plan.main = find(k_attention_fwd_sm80, plan.launch, cuda::plain(plan.launch));
+  if (!plan.main) return plan;
+  plan.weights = find(k_attention_weights_sm80, plan.launch, false);
+  plan.launch.splits = key_splits(p, plan.main->head <= 128 ? 128 : 64);
+  return plan;
+}
+
+std::size_t partial_rows(const AttentionForwardLaunch& p) {
+  return p.splits > 1 ? std::size_t(p.splits * p.B * p.H * p.Sq) : 0;
+}
+
+template <class T>
+void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
+  attention_combine<T><<<grid_size((p.B * p.H * p.Sq + 3) / 4, "attention_combine"), 128, 0, stream>>>(p, head);
+  check(cudaGetLastError(), "attention_combine");
+}
+
+}  // namespace
+
+std::size_t attention_fwd_workspace(const AttentionForward& p) {
+  const Plan plan = cuda::plan(p);
+  return plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 1) * sizeof(float) : 0;
+}
+
+const char* attention_fwd_kernel(const AttentionForward& p) {
+  const Plan plan = cuda::plan(p);
+  return plan.main ? plan.main->name : "attention_fwd_simple";
+}
+
+void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream) {
+  if (p.B == 0 || p.H == 0 || p.Sq == 0) return;
+  Plan plan = cuda::plan(p);
+  if (!plan.main) return attention_fwd_simple(plan.launch, stream);
+  AttentionForwardLaunch& launch = plan.launch;
+  launch.partial_out = static_cast<float*>(workspace);
+  launch.partial_lse = launch.partial_out + partial_rows(launch) * plan.main->head;
+  plan.main->launch(launch, stream);
+  if (launch.splits > 1) {
+    if (p.dtype == DType::f16)
+      combine<__half>(launch, plan.main->head, stream);
+    else
+      combine<__nv_bfloat16>(launch, plan.main->head, stream);
+  }
+  if (p.weights.data && p.Sk > 0) plan.weights->launch(launch, stream);
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,22 @@
+#include "attention_fwd_simple.cuh"
+
+#include "kernels.h"
+
+namespace mha::cuda {
+
+void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream) {
+  const char* name = "attention_fwd_simple";
+  switch (p.dtype) {
+    case DType::f64:
+      return launch_attention_fwd_simple<SimpleForward<double, double, 1>>(name, p, stream);
+    case DType::f32:
+      if (p.Dv <= 64) return launch_attention_fwd_simple<SimpleForward<float, float, 2>>(name, p, stream);
+      return launch_attention_fwd_simple<SimpleForward<float, float, 4>>(name, p, stream);
+    case DType::bf16:
+      return launch_attention_fwd_simple<SimpleForward<__nv_bfloat16, float, 4>>(name, p, stream);
+    case DType::f16:
+      return launch_attention_fwd_simple<SimpleForward<__half, float, 4>>(name, p, stream);
+  }
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,311 @@
+// Attention forward on tensor cores (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and bf16, head sizes up to
+// kHead (smaller ones are filled up with zeros).
+//
+// A block of four warps takes kBlockM query rows of one head and walks over tiles of kBlockN keys, double-buffered by
+// cp.async with one barrier per tile. A warp owns 16 * kMt rows and works in steps of kStep keys, each with S = Q K^T, the
+// online softmax and O += P V in registers; it skips steps that its rows don't see, and tests masks only in steps that
+// they see in part.
+//
+// The running maximum of a row is raised only when a score exceeds it by kSlack (in powers of two): then p stays below
+// 2^kSlack, and most steps rescale nothing. The decision looks at one row alone, so a row's result does not depend on
+// what other rows (or documents) hold.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+
+#include "error.h"
+#include "fragment_sm80.cuh"
+#include "launch.h"
+#include "prim/mma.cuh"
+#include "tile_sm80.cuh"
+
+namespace mha::cuda {
+
+template <int kHead_, bool kGeneral_>
+struct ForwardSm80 {
+  static constexpr int kHead = kHead_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kMt = kHead <= 128 ? 2 : 1;  // 16-row tiles per warp
+  static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps, kBlockN = kHead <= 128 ? 64 : 32;
+  static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
+  static constexpr int kOt = kHead / 8;
+  static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128);
+  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
+  // Two stages of a key and a value tile. A query tile that goes to registers is staged in the second stage.
+  static constexpr int kSharedBytes = 4 * kTileBytes + (kQueryInRegisters ? 0 : kQueryBytes);
+  static_assert(kQueryBytes <= 2 * kTileBytes);
+  static constexpr float kSlack = 8;
+};
+
+template <class C>
+struct ForwardState {
+  float o[C::kMt][C::kOt][4] = {};
+  float negative_max[C::kMt][2], sum[C::kMt][2];  // per row g + 8 * half; the maximum in powers of two
+};
+
+// S = Q K^T for one step. q_lane, k_lane: this lane's ldmatrix addresses of step 0.
+// q: its fragments when they are kept in registers, else null.
+template <class T, class C, class Tile, class Query>
+__device__ inline void scores(float (&s)[C::kMt][C::kNt][4], const Query& q, uint32_t q_lane, uint32_t k_lane) {
+#pragma unroll
+  for (int d = 0; d < C::kHead / 16; ++d) {
+    uint32_t a[C::kMt][4];
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+      if constexpr (std::is_array_v<Query>)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = q[m][d][i];
+      else
+        ldmatrix_x4(a[m], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
+#pragma unroll
+    for (int n = 0; n < C::kNt; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b, Tile::at_step(k_lane, d) + n * 8 * Tile::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < C::kMt; ++m) {
+        mma_16x8x16<T>(s[m][n], a[m], b[0], b[1]);
+        mma_16x8x16<T>(s[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// s becomes 2^(s * scale - max), with the state brought up to date.
+template <class C>
+__device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<C>& state, float scale) {
+  float top[C::kMt][2];
+  bool grows = false;
+#pragma unroll
+  for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+      for (int n = 1; n < C::kNt; ++n) x = fmaxf(fmaxf(x, s[m][n][2 * half]), s[m][n][2 * half + 1]);
+      top[m][half] = x;
+      grows |= fmaf(x, scale, state.negative_max[m][half]) > C::kSlack;
+    }
+  if (__any_sync(~0u, grows)) {
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = top[m][half], before = state.negative_max[m][half];
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+        float after = fmaf(x, scale, before) > C::kSlack ? -x * scale : before;
+        float factor = exp2_approx(after - before);
+        state.negative_max[m][half] = after;
+        state.sum[m][half] *= factor;
+#pragma unroll
+        for (int n = 0; n < C::kOt; ++n) {
+          state.o[m][n][2 * half] *= factor;
+          state.o[m][n][2 * half + 1] *= factor;
+        }
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < C::kNt; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[m][n][e] = exp2_approx(fmaf(s[m][n][e], scale, state.negative_max[m][e / 2]));
+        state.sum[m][e / 2] += s[m][n][e];
+      }
+}
+
+// O += P V for one step.
+template <class T, class C, class Tile>
+__device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (&p)[C::kMt][C::kNt][4], uint32_t v_lane) {
+#pragma unroll
+  for (int n = 0; n < C::kNt; n += 2) {
+    uint32_t a[C::kMt][4];
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[m][i] = pack2<T>(p[m][n + i / 2][i % 2 * 2], p[m][n + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int d = 0; d < C::kHead / 16; ++d) {
+      uint32_t b[4];
+      ldmatrix_x4_transposed(b, Tile::at_step(v_lane, d) + n * 8 * Tile::kRowBytes);
+#pragma unroll
+      for (int m = 0; m < C::kMt; ++m) {
+        mma_16x8x16<T>(o[m][2 * d], a[m], b[0], b[1]);
+        mma_16x8x16<T>(o[m][2 * d + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
+template <class T, class C, class Tile>
+__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, int64_t b, int64_t h, int split,
+                                 int first_row, uint32_t staging, int lane) {
+  const int64_t bh = b * p.H + h;
+  float* partial = p.splits > 1 ? p.partial_out + (split * p.B * p.H + bh) * p.Sq * C::kHead : nullptr;
+  float* lse = p.splits > 1 ? p.partial_lse + (split * p.B * p.H + bh) * p.Sq : static_cast<float*>(p.lse) + bh * p.Sq;
+#pragma unroll
+  for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = state.sum[m][half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      int r = 16 * m + 8 * half + lane / 4, row = first_row + r;
+      if (lane % 4 == 0 && row < p.Sq)
+        lse[row] = sum == 0 ? -INFINITY : (log2f(sum) - state.negative_max[m][half]) * 0.69314718055994531f;
+      float factor = sum == 0 ? 0 : p.keep_scale / sum;
+#pragma unroll
+      for (int n = 0; n < C::kOt; ++n) {
+        float x = state.o[m][n][2 * half] * factor, y = state.o[m][n][2 * half + 1] * factor;
+        if (!partial)
+          store_shared_4(staging + Tile::offset(r, n) + lane % 4 * 4, pack2<T>(x, y));
+        else if (row < p.Sq)
+          *reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead + 8 * n + lane % 4 * 2) = make_float2(x, y);
+      }
+    }
+  if (partial) return;
+  __syncwarp();
+  T* out = static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
+  constexpr int kRowsPerPass = 32 / Tile::kLanes;
+#pragma unroll 2
+  for (int r = lane / Tile::kLanes; r < C::kRows; r += kRowsPerPass) {
+    if (first_row + r >= p.Sq) break;
+#pragma unroll
+    for (int c = 0; c < Tile::kChunksPerLane; ++c) {
+      int chunk = lane % Tile::kLanes + c * Tile::kLanes, n = min(8, int(p.Dv) - chunk * 8);
+      uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
+      T* to = out + (first_row + r) * p.out.stride[2] + chunk * 8;
+      if (n == 8 && p.aligned_out) {
+        *reinterpret_cast<uint4*>(to) = v;
+      } else {
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          if (i < n) reinterpret_cast<uint16_t*>(to)[i] = uint16_t(word[i / 2] >> i % 2 * 16);
+      }
+    }
+  }
+}
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    attention_fwd_sm80(const __grid_constant__ AttentionForwardLaunch p) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ RowRange ranges[C::kBlockM];
+  __shared__ Span spans[C::kWarps + 1];  // of each warp's rows, and of all: here rather than in registers, which are short
+  __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int Sq = int(p.Sq), Sk = int(p.Sk);
+  // Late query tiles first: under a causal mask they have the most to do.
+  const int query_tile = p.query_tiles - 1 - int(blockIdx.x % p.query_tiles);
+  const int split = blockIdx.x / p.query_tiles % p.splits;
+  const int64_t bh = blockIdx.x / (p.query_tiles * p.splits), b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
+  const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
+
+  const uint32_t stages = shared_address(shared);
+  const uint32_t query_tile_at = stages + (C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
+  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
+  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
+  const Matrix<T> values = {static_cast<const T*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1], p.v.stride[2], Sk, int(p.Dv)};
+  auto load_keys_and_values = [&](int tile, uint32_t stage) {
+    Tile::template load<C::kBlockN>(!C::kGeneral || p.aligned_k, stage, keys, tile * C::kBlockN, thread);
+    Tile::template load<C::kBlockN>(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, values, tile * C::kBlockN, thread);
+    cp_async_commit();
+  };
+
+  Tile::template load<C::kBlockM>(!C::kGeneral || p.aligned_q, query_tile_at, query, block_row, thread);
+  cp_async_commit();
+  warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
+  __syncthreads();
+  if (thread == 0) spans[C::kWarps] = merge(merge(spans[0], spans[1]), merge(spans[2], spans[3]));
+  __syncthreads();
+  const Span &own = spans[warp], &all = spans[C::kWarps];
+  int tile = all.begin / C::kBlockN, tile_end = (all.end + C::kBlockN - 1) / C::kBlockN;
+  if (p.splits > 1) {
+    int share = (tile_end - tile + p.splits - 1) / p.splits;
+    tile += split * share;
+    tile_end = min(tile_end, tile + share);
+  }
+  if (tile < tile_end) load_keys_and_values(tile, stages);
+
+  ForwardState<C> state;
+#pragma unroll
+  for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) state.negative_max[m][half] = 1.7e38f, state.sum[m][half] = 0;
+
+  const uint32_t q_lane = query_tile_at + warp * C::kRows * Tile::kRowBytes + Tile::lane_a(lane);
+  std::conditional_t<C::kQueryInRegisters, uint32_t[C::kMt][C::kHead / 16][4], std::nullptr_t> q;
+  if constexpr (C::kQueryInRegisters) {
+    if (tile < tile_end)
+      cp_async_wait<1>();
+    else
+      cp_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+      for (int d = 0; d < C::kHead / 16; ++d) ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
+  }
+
+  const bool elementwise = C::kGeneral && (p.mask.query_ids || p.mask.dense);
+  const float scale = C::kGeneral ? 1.0f : p.scale_log2;
+  for (uint32_t stage = stages; tile < tile_end; ++tile) {
+    cp_async_wait<0>();
+    bool nonfinite = false;
+    if (elementwise || tile * C::kBlockN < all.full_begin || (tile + 1) * C::kBlockN > all.full_end)
+      nonfinite = __syncthreads_or(Tile::template any_nonfinite<C::kBlockN>(stage + C::kTileBytes, thread));
+    else
+      __syncthreads();
+    const uint32_t next = stages + (stages + 2 * C::kTileBytes - stage);
+    if (tile + 1 < tile_end) load_keys_and_values(tile + 1, next);
+    if (nonfinite) {
+      Tile::template take_specials<C::kBlockN>(stage + C::kTileBytes, specials, thread);
+      __syncthreads();
+    }
+    const uint32_t k_lane = stage + Tile::lane_b(lane), v_lane = stage + C::kTileBytes + Tile::lane_a(lane);
+#pragma unroll 1
+    for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
+      const int key = tile * C::kBlockN + step * C::kStep;
+      if (key >= own.end || key + C::kStep <= own.begin) continue;
+      const FragmentPlace at = {b, h, first_row, key, ranges + warp * C::kRows};
+      uint32_t visible = ~0u;
+      if (elementwise || key < own.full_begin || key + C::kStep > own.full_end) {
+        visible = visible_bits<C::kMt, C::kNt, !C::kGeneral>(p.mask, at, lane);
+        if (elementwise && !__any_sync(~0u, visible)) continue;
+      }
+      float s[C::kMt][C::kNt][4] = {};
+      scores<T, C, Tile>(s, q, q_lane, k_lane + step * C::kStep * Tile::kRowBytes);
+      if constexpr (C::kGeneral) to_powers_of_two<T>(s, p, at, lane);
+      constexpr uint32_t kAll = C::kMt * C::kNt * 4 == 32 ? ~0u : (1u << C::kMt * C::kNt * 4 % 32) - 1;
+      const bool hides = __any_sync(~0u, (visible & kAll) != kAll);
+      if (hides) hide(s, visible, -INFINITY);
+      softmax_step<C>(s, state, scale);
+      if constexpr (C::kGeneral)
+        if (p.dropout.rng_state)
+          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, uint32_t(bh), at, lane), 0.0f);
+      weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
+      if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
+    }
+    stage = next;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  write_out<T, C, Tile>(p, state, b, h, split, first_row, stages + warp * C::kRows * Tile::kRowBytes, lane);
+}
+
+template <class T, class C>
+void launch_attention_fwd_sm80(const char* name, AttentionForwardLaunch p, cudaStream_t stream) {
+  auto kernel = attention_fwd_sm80<T, C>;
+  p.query_tiles = int((p.Sq + C::kBlockM - 1) / C::kBlockM);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), name);
+  kernel<<<grid_size(p.query_tiles * p.splits * p.B * p.H, name), C::kThreads, C::kSharedBytes, stream>>>(p);
+  check(cudaGetLastError(), name);
+}
+
+}  // namespace mha::cuda

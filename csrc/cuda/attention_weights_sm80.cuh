@@ -1,0 +1,78 @@
+// The attention weights, from the logsumexp that attention forward left: one more pass over the keys, on tensor cores.
+// Every element of weights is written; hidden ones are 0.
+#pragma once
+#include "attention_fwd_sm80.cuh"
+
+namespace mha::cuda {
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::kThreads)
+    attention_weights_sm80(const __grid_constant__ AttentionForwardLaunch p) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ RowRange ranges[C::kBlockM];
+  __shared__ Span spans[C::kWarps];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int Sq = int(p.Sq), Sk = int(p.Sk), key_tiles = (Sk + C::kBlockN - 1) / C::kBlockN;
+  const int tile = blockIdx.x % key_tiles;
+  const int query_tile = blockIdx.x / key_tiles % p.query_tiles;
+  const int64_t bh = blockIdx.x / key_tiles / p.query_tiles, b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
+  const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
+
+  const uint32_t keys_at = shared_address(shared), query_at = keys_at + C::kTileBytes;
+  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
+  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
+  Tile::template load<C::kBlockM>(p.aligned_q, query_at, query, block_row, thread);
+  Tile::template load<C::kBlockN>(p.aligned_k, keys_at, keys, tile * C::kBlockN, thread);
+  cp_async_commit();
+  warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
+  cp_async_wait<0>();
+  __syncthreads();
+
+  const uint32_t q_lane = query_at + warp * C::kRows * Tile::kRowBytes + Tile::lane_a(lane);
+  T* weights = static_cast<T*>(p.weights.data) + bh * Sq * Sk;
+  const float* lse = static_cast<const float*>(p.lse) + bh * Sq;
+#pragma unroll 1
+  for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
+    const int key = tile * C::kBlockN + step * C::kStep;
+    const FragmentPlace at = {b, h, first_row, key, ranges + warp * C::kRows};
+    float s[C::kMt][C::kNt][4] = {};
+    uint32_t visible = visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane);
+    if (__any_sync(~0u, visible)) {
+      scores<T, C, Tile>(s, nullptr, q_lane, keys_at + Tile::lane_b(lane) + step * C::kStep * Tile::kRowBytes);
+      to_powers_of_two<T>(s, p, at, lane);
+      if (p.dropout.rng_state)
+        visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, uint32_t(bh), at, lane);
+    }
+#pragma unroll
+    for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int row = first_row + 16 * m + 8 * half + lane / 4;
+        if (row >= Sq) continue;
+        float offset = lse[row] * 1.4426950408889634f;
+#pragma unroll
+        for (int n = 0; n < C::kNt; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            int j = key + 8 * n + lane % 4 * 2 + e;
+            bool shown = visible >> fragment_bit<C::kNt>(m, n, half, e) & 1;
+            float w = shown ? exp2_approx(s[m][n][2 * half + e] - offset) * p.keep_scale : 0.0f;
+            if (j < Sk) weights[int64_t(row) * Sk + j] = T(w);
+          }
+      }
+  }
+}
+
+template <class T, class C>
+void launch_attention_weights_sm80(const char* name, AttentionForwardLaunch p, cudaStream_t stream) {
+  auto kernel = attention_weights_sm80<T, C>;
+  constexpr int kShared = C::kTileBytes + C::kQueryBytes;
+  p.query_tiles = int((p.Sq + C::kBlockM - 1) / C::kBlockM);
+  int64_t key_tiles = (p.Sk + C::kBlockN - 1) / C::kBlockN;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), name);
+  kernel<<<grid_size(key_tiles * p.query_tiles * p.B * p.H, name), C::kThreads, kShared, stream>>>(p);
+  check(cudaGetLastError(), name);
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,152 @@
+// What is done to score tiles in the registers of mma accumulators: mask, bias, softcap, dropout.
+//
+// A warp's scores are s[kMt][kNt][4]: lane l, with g = l / 4 and t = l % 4, holds in s[m][n][2 * half + e] the score of row
+// 16 * m + 8 * half + g and key 8 * n + 2 * t + e. Bit fragment_bit(m, n, half, e) of a word of bits speaks of it.
+#pragma once
+#include "launch.h"
+#include "prim/math.cuh"
+#include "span.cuh"
+
+namespace mha::cuda {
+
+template <int kNt>
+__device__ constexpr int fragment_bit(int m, int n, int half, int e) {
+  return ((m * kNt + n) * 2 + half) * 2 + e;
+}
+
+// Where a warp's score tile is.
+struct FragmentPlace {
+  int64_t b, h;
+  int row, key;       // of the tile's first element
+  const RowRange* ranges;  // of the tile's rows
+};
+
+// The pairs that the mask shows. With kIntervalOnly, documents and the dense mask are not looked at.
+template <int kMt, int kNt, bool kIntervalOnly>
+__device__ inline uint32_t visible_bits(const Mask& mask, const FragmentPlace& at, int lane) {
+  static_assert(kMt * kNt * 4 <= 32);
+  uint32_t bits = 0;
+  int g = lane / 4, key = at.key + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = 16 * m + 8 * half + g;
+      RowRange r = at.ranges[i];
+      uint32_t from = key - r.begin, length = r.end - r.begin;
+#pragma unroll
+      for (int n = 0; n < kNt; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          bool visible = from + 8 * n + e < length;
+          if constexpr (!kIntervalOnly)
+            visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key + 8 * n + e);
+          bits |= uint32_t(visible) << fragment_bit<kNt>(m, n, half, e);
+        }
+    }
+  return bits;
+}
+
+template <int kMt, int kNt>
+__device__ inline void hide(float (&s)[kMt][kNt][4], uint32_t visible, float value) {
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < kNt; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!(visible >> fragment_bit<kNt>(m, n, e / 2, e % 2) & 1)) s[m][n][e] = value;
+}
+
+// Adds the NaN and Inf that TileSm80::take_specials took out of a value tile to the outputs o[kMt][kOt][4] (laid out as
+// scores, with columns for keys) of those rows that see their key. A product with weight 0 would put them into every row.
+template <int kMt, int kNt, int kOt>
+__device__ inline void add_specials(float (&o)[kMt][kOt][4], uint32_t visible, const uint16_t* specials, int lane,
+                                    int stride = kOt) {
+#pragma unroll 1
+  for (int j = 0; j < 8 * kNt; ++j) {
+    // Which rows see key j is known to the lane of this row group that holds the key's scores.
+    uint32_t rows = __shfl_sync(~0u, visible, lane & ~3 | j % 8 / 2) >> fragment_bit<kNt>(0, j / 8, 0, j % 2);
+#pragma unroll
+    for (int n = 0; n < kOt; ++n) {
+      const uint32_t bits = *reinterpret_cast<const volatile uint16_t*>(specials + j * stride + n) >> lane % 4 * 2;
+      if (!__any_sync(~0u, bits)) continue;
+#pragma unroll
+      for (int m = 0; m < kMt; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          bool sees = rows >> fragment_bit<kNt>(m, 0, e / 2, 0) & 1;
+          if (sees && bits >> e % 2 & 1) o[m][n][e] += INFINITY;
+          if (sees && bits >> (8 + e % 2) & 1) o[m][n][e] -= INFINITY;
+        }
+    }
+  }
+}
+
+// cap * tanh(x), absolute error about 1e-7 * cap.
+__device__ inline float soft_cap(float x, float cap) {
+  return cap * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * 2.8853900817779268f)));
+}
+
+template <class T, int kMt, int kNt>
+__device__ inline void add_bias(float (&s)[kMt][kNt][4], const Tensor4& bias, const FragmentPlace& at, int Sq, int Sk,
+                                float factor, int lane) {
+  const T* base = static_cast<const T*>(bias.data) + at.b * bias.stride[0] + at.h * bias.stride[1];
+  int g = lane / 4, key = at.key + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = at.row + 16 * m + 8 * half + g;
+      if (row >= Sq) continue;
+      const T* from = base + row * bias.stride[2];
+#pragma unroll
+      for (int n = 0; n < kNt; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          int j = key + 8 * n + e;
+          if (j < Sk) s[m][n][2 * half + e] += float(from[j * bias.stride[3]]) * factor;
+        }
+    }
+}
+
+// Raw products q.k become scores in powers of two: log2(e) * (softcap(scale * s) + bias).
+template <class T, int kMt, int kNt, class Problem>
+__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, int lane) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  const float inverse = p.softcap_scale;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < kNt; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[m][n][e] = p.cap == 0 ? s[m][n][e] * p.scale_log2 : soft_cap(s[m][n][e] * inverse, p.cap * kLog2e);
+  if (p.bias.data && p.bias_dtype == DType::f32)
+    add_bias<float>(s, p.bias, at, int(p.Sq), int(p.Sk), kLog2e, lane);
+  else if (p.bias.data)
+    add_bias<T>(s, p.bias, at, int(p.Sq), int(p.Sk), kLog2e, lane);
+}
+
+// The weights that dropout keeps. One Philox call decides four neighbouring keys of a row, which two lanes share: the even
+// one makes the words of row g, the odd one those of row g + 8, and they trade.
+template <int kMt, int kNt>
+__device__ inline uint32_t kept_bits(DropoutKey key, uint32_t threshold, uint32_t batch_head, const FragmentPlace& at,
+                                     int lane) {
+  uint32_t bits = 0;
+  int g = lane / 4, t = lane % 4, odd = t & 1;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int n = 0; n < kNt; ++n) {
+      Philox4 w = dropout_words(key, batch_head, at.row + 16 * m + 8 * odd + g, at.key / 4 + 2 * n + t / 2);
+      uint32_t low = uint32_t(w.word[0] >= threshold) | uint32_t(w.word[1] >= threshold) << 1;
+      uint32_t high = uint32_t(w.word[2] >= threshold) | uint32_t(w.word[3] >= threshold) << 1;
+      uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+      uint32_t four = odd ? other | high << 2 : low | other << 2;  // row g's two keys, then row g + 8's
+      bits |= four << fragment_bit<kNt>(m, n, 0, 0);
+    }
+  return bits;
+}
+
+}  // namespace mha::cuda

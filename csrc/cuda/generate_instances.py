@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Writes inst/: one small source file per kernel instance, so that they compile in parallel, and inst/instances.h with
+their declarations and tables. TABLE below is the one list of instances; --check only tells whether inst/ is up to date."""
+
+import argparse
+import pathlib
+import sys
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "inst"
+HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
+HEADS = (32, 64, 96, 128, 256)
+
+
+def table():
+    """(kernel, dtype, head size, variant, what the template is given)"""
+    for dtype, type_name in HALF.items():
+        for head in HEADS:
+            for variant, general in (("plain", "false"), ("general", "true")):
+                yield "attention_fwd_sm80", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}>"
+            yield "attention_weights_sm80", dtype, head, "general", f"{type_name}, ForwardSm80<{head}, true>"
+            for variant, general in (("plain", "false"), ("general", "true")):
+                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{type_name}, BackwardKeysSm80<{head}, {general}>"
+                yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
+
+
+LAUNCH = {
+    "attention_fwd_sm80": "AttentionForwardLaunch",
+    "attention_weights_sm80": "AttentionForwardLaunch",
+    "attention_bwd_dkv_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_dq_sm80": "AttentionBackwardLaunch",
+}
+
+
+def files():
+    declarations, rows = [], {kernel: [] for kernel in LAUNCH}
+    for kernel, dtype, head, variant, arguments in table():
+        name = f"{kernel}_{dtype}_{head}_{variant}"
+        launch = LAUNCH[kernel]
+        declarations.append(f"void {name}(const {launch}&, cudaStream_t);")
+        general = "true" if variant == "general" else "false"
+        rows[kernel].append(f'    {{"{name}", DType::{dtype}, {head}, {general}, {name}}},')
+        yield (
+            f"{name}.cu",
+            f"// Written by generate_instances.py.\n"
+            f'#include "../{kernel}.cuh"\n\n'
+            f"namespace mha::cuda {{\n\n"
+            f"void {name}(const {launch}& p, cudaStream_t stream) {{\n"
+            f'  launch_{kernel}<{arguments}>("{name}", p, stream);\n'
+            f"}}\n\n"
+            f"}}  // namespace mha::cuda\n",
+        )
+    text = "// Written by generate_instances.py: the kernel instances, in the order in which they are tried.\n#pragma once\n"
+    text += '#include "../attention_bwd_launch.h"\n#include "../kernels.h"\n\nnamespace mha::cuda {\n\n' + "\n".join(declarations) + "\n"
+    for kernel, lines in rows.items():
+        text += f"\ninline constexpr Instance<{LAUNCH[kernel]}> k_{kernel}[] = {{\n" + "\n".join(lines) + "\n};\n"
+    yield "instances.h", text + "\n}  // namespace mha::cuda\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when inst/ is not up to date")
+    options = parser.parse_args()
+    wanted = dict(files())
+    found = {path.name: path.read_text() for path in FOLDER.glob("*")}
+    if options.check:
+        sys.exit(0 if wanted == found else "inst/ is not up to date: run csrc/cuda/generate_instances.py")
+    FOLDER.mkdir(exist_ok=True)
+    for name in found.keys() - wanted.keys():
+        (FOLDER / name).unlink()
+    for name, text in wanted.items():
+        if found.get(name) != text:
+            (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+// Written by generate_instances.py.
+#include "../attention_weights_sm80.cuh"
+
+namespace mha::cuda {
+
+void attention_weights_sm80_bf16_96_general(const AttentionForwardLaunch& p, cudaStream_t stream) {
+  launch_attention_weights_sm80<__nv_bfloat16, ForwardSm80<96, true>>("attention_weights_sm80_bf16_96_general", p, stream);
+}
+
+}  // namespace mha::cuda

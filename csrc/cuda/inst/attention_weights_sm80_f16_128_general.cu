@@ -1,0 +1,10 @@
+// Written by generate_instances.py.
+#include "../attention_weights_sm80.cuh"
+
+namespace mha::cuda {
+
+void attention_weights_sm80_f16_128_general(const AttentionForwardLaunch& p, cudaStream_t stream) {
+  launch_attention_weights_sm80<__half, ForwardSm80<128, true>>("attention_weights_sm80_f16_128_general", p, stream);
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,46 @@
+// The CUDA kernels as the torch layer sees them: functions on the contract structs, and the table of what they are built
+// from (inst/instances.h, written by generate_instances.py). Every function runs on the current device, is asynchronous
+// in its stream, allocates nothing, and throws std::runtime_error naming the kernel when a launch fails.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "launch.h"
+
+namespace mha::cuda {
+
+// One compiled kernel. General instances do everything; the others only what `plain` in attention_fwd.cu allows.
+template <class Launch>
+struct Instance {
+  const char* name;
+  DType dtype;
+  int head;  // the largest head size
+  bool general;
+  void (*launch)(const Launch&, cudaStream_t);
+};
+
+// workspace: at least *_workspace(problem) bytes on the device, 256-byte aligned, uninitialised. The answer depends on the
+// current device (how many blocks fill it).
+std::size_t attention_fwd_workspace(const AttentionForward& p);
+void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream);
+
+// The kernel for everything that no instance takes.
+void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream);
+
+// The kernel that attention_fwd runs (its name in the table, static), for explain.
+const char* attention_fwd_kernel(const AttentionForward& p);
+
+// deterministic: bitwise repeatable; otherwise sums may run in any order.
+std::size_t attention_bwd_workspace(const AttentionBackward& p, bool deterministic);
+void attention_bwd(const AttentionBackward& p, bool deterministic, void* workspace, cudaStream_t stream);
+const char* attention_bwd_kernel(const AttentionBackward& p, bool deterministic);
+
+void masked_softmax_fwd(const MaskedSoftmaxForward& p, cudaStream_t stream);
+// dbias, when it is broadcast, is summed in a fixed order.
+void masked_softmax_bwd(const MaskedSoftmaxBackward& p, cudaStream_t stream);
+void split_heads(const SplitHeads& p, cudaStream_t stream);
+void merge_heads(const MergeHeads& p, cudaStream_t stream);
+void dropout_mask(const DropoutMask& p, cudaStream_t stream);
+
+}  // namespace mha::cuda

@@ -1,0 +1,42 @@
+// What the host works out once per launch, passed to the kernels by value beside the contract.
+#pragma once
+#include "../attention.h"
+
+namespace mha::cuda {
+
+struct Numbers {  // the problem's doubles as the kernels use them
+  float scale_log2 = 1;        // scale * log2(e)
+  float cap = 0;               // softcap
+  float softcap_scale = 0;     // scale / softcap
+  float keep_scale = 1;        // 1 / (1 - p); 0 when p is 1
+  uint32_t threshold = 0;      // dropout keeps words from here on
+};
+
+inline Numbers numbers(double scale, double softcap, const Dropout& dropout) {
+  Numbers n;
+  n.scale_log2 = float(scale * 1.4426950408889634);
+  n.cap = float(softcap);
+  n.softcap_scale = softcap == 0 ? 0 : float(scale / softcap);
+  if (dropout.rng_state) {
+    n.keep_scale = dropout.p >= 1 ? 0 : float(1 / (1 - dropout.p));
+    n.threshold = dropout_threshold(dropout.p);
+  }
+  return n;
+}
+
+// Whether every row of a tensor (over its last dimension) starts at a multiple of 16 bytes.
+inline bool aligned_16(const Tensor4& t, std::size_t element) {
+  std::size_t bits = reinterpret_cast<std::size_t>(t.data);
+  for (int i = 0; i < 3; ++i) bits |= std::size_t(t.stride[i]) * element;
+  return bits % 16 == 0;
+}
+
+struct AttentionForwardLaunch : AttentionForward, Numbers {
+  bool aligned_q = false, aligned_k = false, aligned_v = false, aligned_out = false;  // rows at multiples of 16 bytes
+  int query_tiles = 1;
+  int splits = 1;                // over keys, merged afterwards
+  float* partial_out = nullptr;  // [splits,B,H,Sq,head size of the instance]
+  float* partial_lse = nullptr;  // [splits,B,H,Sq]
+};
+
+}  // namespace mha::cuda

@@ -1,0 +1,43 @@
+// Which keys a group of query rows may see: what decides which tiles are visited and which pay for mask tests.
+#pragma once
+#include "../mask.h"
+
+namespace mha::cuda {
+
+struct RowRange {
+  int begin, end;  // of keys; empty is {0, 0}
+};
+
+struct Span {
+  int begin, end;            // the keys that some row sees; empty when begin >= end
+  int full_begin, full_end;  // the keys that every row sees (by interval); empty when full_begin >= full_end
+};
+
+constexpr int kKeyMax = 0x7FFFFFFF;
+
+__device__ inline Span merge(const Span& a, const Span& b) {
+  return {min(a.begin, b.begin), max(a.end, b.end), max(a.full_begin, b.full_begin), min(a.full_end, b.full_end)};
+}
+
+// One warp works out the span of rows [first, first + kRows) (kRows 16 or 32), and their intervals in ranges[0..kRows).
+// Rows from Sq on see nothing and don't count. Both results are for shared memory, and need a barrier.
+template <int kRows>
+__device__ inline void warp_span(const Mask& mask, int64_t b, int first, int Sq, int Sk, RowRange* ranges, Span* span,
+                                 int lane) {
+  Span s = {kKeyMax, 0, 0, kKeyMax};
+  int i = lane % kRows;
+  RowRange r = {0, 0};
+  if (first + i < Sq) {
+    Interval interval = row_interval(mask, b, first + i, Sk);
+    if (interval.begin < interval.end) r = {int(interval.begin), int(interval.end)};
+    s = {r.begin < r.end ? r.begin : kKeyMax, r.end, r.begin, r.end};
+  }
+  if (lane < kRows) ranges[i] = r;
+#pragma unroll
+  for (int d = 16; d; d /= 2)
+    s = merge(s, {__shfl_xor_sync(~0u, s.begin, d), __shfl_xor_sync(~0u, s.end, d), __shfl_xor_sync(~0u, s.full_begin, d),
+                  __shfl_xor_sync(~0u, s.full_end, d)});
+  if (lane == 0) *span = s;
+}
+
+}  // namespace mha::cuda

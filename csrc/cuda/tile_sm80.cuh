@@ -1,0 +1,147 @@
+// Tiles of 16-bit elements in shared memory: rows of kHead elements, moved in from global memory by a whole block of
+// threads, read by ldmatrix.
+//
+// A row is a series of 16-byte chunks. Chunk c of row r is stored at chunk position c ^ (r % 8) (or, where a row is not a
+// multiple of 128 bytes, c ^ (r / 2 % 4)), so that the eight rows which ldmatrix reads at once, and the rows that
+// neighbouring threads write, lie in different banks.
+#pragma once
+#include "prim/convert.cuh"
+#include "prim/cp_async.cuh"
+#include "prim/ldmatrix.cuh"
+#include "prim/math.cuh"
+
+namespace mha::cuda {
+
+// One matrix of a 4-d tensor (fixed batch and head), as a tile loader sees it.
+template <class T>
+struct Matrix {
+  const T* data;
+  int64_t stride;  // between rows
+  int rows, columns;
+};
+
+template <class T>
+__device__ inline Matrix<T> matrix(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t columns) {
+  return {static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1], t.stride[2], int(rows), int(columns)};
+}
+
+template <class T, int kHead, int kThreads>
+struct TileSm80 {
+  static_assert(kHead % 32 == 0);
+  static constexpr int kRowBytes = kHead * 2;
+  static constexpr int kSwizzle = kHead % 64 == 0 ? 7 : 3;
+  static constexpr int kLanes = kSwizzle + 1;  // threads side by side on one row
+  static constexpr int kRowsPerPass = kThreads / kLanes;
+  static constexpr int kChunksPerLane = kHead / 8 / kLanes;
+
+  __device__ static uint32_t swizzle(int row) { return kSwizzle == 7 ? row & 7 : (row >> 1) & 3; }
+  __device__ static uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
+
+  // Where a lane's chunk of the 16-column step `step` is, given the address of its chunk of step 0. The tile is aligned
+  // to 128 bytes, so the swizzled bits change by exclusive or and the rest by addition (an immediate).
+  __device__ static uint32_t at_step(uint32_t step_0, int step) {
+    return (step_0 ^ ((2 * step & kSwizzle) << 4)) + ((2 * step & ~kSwizzle) << 4);
+  }
+
+  // Addresses of step 0 for ldmatrix_x4, relative to the tile.
+  // As operand A (16 rows): tiles (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+  __device__ static uint32_t lane_a(int lane) { return offset(lane % 16, lane / 16); }
+  // As operand B with the rows as B's columns (S = Q K^T: 16 keys): registers b0, b1 of rows 0-7, then of rows 8-15.
+  __device__ static uint32_t lane_b(int lane) { return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
+  // As operand B, transposed on the way (O = P V: 16 keys): b0, b1 of columns 0-7, then of columns 8-15. Same as lane_a.
+
+  // Starts copying rows [first, first + kRows) to the tile, zeros beyond the matrix. One cp.async group is the caller's
+  // to commit. Needs 16-byte aligned rows.
+  template <int kRows>
+  __device__ static void load_async(uint32_t tile, const Matrix<T>& m, int first, int thread) {
+    static_assert(kRows % kRowsPerPass == 0);
+    const int row = thread / kLanes, lane = thread % kLanes;
+    const uint32_t to = tile + offset(row, lane);
+    const T* from = m.data + (first + row) * m.stride + lane * 8;
+    const int rows_left = m.rows - first - row, bytes_left = 2 * (m.columns - 8 * lane);
+    if (first + kRows <= m.rows)  // most tiles need no look at each row
+      copy_passes<kRows, false>(to, from, m.stride, rows_left, bytes_left);
+    else
+      copy_passes<kRows, true>(to, from, m.stride, rows_left, bytes_left);
+  }
+
+  template <int kRows, bool kEdge>
+  __device__ static void copy_passes(uint32_t to, const T* from, int64_t stride, int rows_left, int bytes_left) {
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsPerPass; ++i, from += kRowsPerPass * stride)
+#pragma unroll
+      for (int c = 0; c < kChunksPerLane; ++c) {
+        int bytes = min(16, max(0, bytes_left - c * kLanes * 16));
+        if (kEdge && i * kRowsPerPass >= rows_left) bytes = 0;
+        cp_async_16(to + i * kRowsPerPass * kRowBytes + c * kLanes * 16, from + c * kLanes * 8, bytes);
+      }
+  }
+
+  // The same, element by element, for any alignment; done when it returns.
+  template <int kRows>
+  __device__ static void load_any(uint32_t tile, const Matrix<T>& m, int first, int thread) {
+    int row = thread / kLanes, lane = thread % kLanes;
+#pragma unroll 1
+    for (int i = 0; i < kRows / kRowsPerPass * kChunksPerLane; ++i) {
+      int r = row + i / kChunksPerLane * kRowsPerPass, chunk = lane + i % kChunksPerLane * kLanes;
+      const T* from = m.data + (first + r) * m.stride + chunk * 8;
+      uint32_t word[4];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        bool inside = first + r < m.rows && chunk * 8 + j < m.columns;
+        uint32_t x = inside ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
+        word[j / 2] = j % 2 ? word[j / 2] | x << 16 : x;
+      }
+      store_shared_16(tile + offset(r, chunk), make_uint4(word[0], word[1], word[2], word[3]));
+    }
+  }
+
+  template <int kRows>
+  __device__ static void load(bool aligned, uint32_t tile, const Matrix<T>& m, int first, int thread) {
+    if (aligned)
+      load_async<kRows>(tile, m, first, thread);
+    else
+      load_any<kRows>(tile, m, first, thread);
+  }
+
+  // Whether the chunks that this thread itself brought in (and waited for) hold NaN or Inf.
+  template <int kRows>
+  __device__ static bool any_nonfinite(uint32_t tile, int thread) {
+    uint32_t from = tile + offset(thread / kLanes, thread % kLanes), sum = 0;
+#pragma unroll
+    for (int i = 0; i < kRows / kRowsPerPass; ++i)
+#pragma unroll
+      for (int c = 0; c < kChunksPerLane; ++c) {
+        uint4 v = load_shared_16(from + i * kRowsPerPass * kRowBytes + c * kLanes * 16);
+        sum = collect_nonfinite<T>(sum, v.x);
+        sum = collect_nonfinite<T>(sum, v.y);
+        sum = collect_nonfinite<T>(sum, v.z);
+        sum = collect_nonfinite<T>(sum, v.w);
+      }
+    return is_nonfinite(sum);
+  }
+
+  // Replaces NaN and Inf by zeros in this thread's chunks. specials[row * (kHead / 8) + chunk] remembers them: bit i for
+  // +Inf or NaN in the chunk's element i, bit 8 + i for -Inf or NaN.
+  template <int kRows>
+  __device__ static void take_specials(uint32_t tile, uint16_t* specials, int thread) {
+    constexpr uint32_t e = Half16<T>::exponent;
+#pragma unroll 1
+    for (int i = 0; i < kRows / kRowsPerPass * kChunksPerLane; ++i) {
+      int row = thread / kLanes + i / kChunksPerLane * kRowsPerPass, chunk = thread % kLanes + i % kChunksPerLane * kLanes;
+      uint4 v = load_shared_16(tile + offset(row, chunk));
+      uint32_t word[4] = {v.x, v.y, v.z, v.w}, bits = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        uint32_t x = word[j / 2] >> j % 2 * 16 & 0xFFFF;
+        if ((x & e) != e) continue;
+        bits |= (x != (e | 0x8000)) << j | (x != e) << (8 + j);
+        word[j / 2] &= j % 2 ? 0xFFFF : 0xFFFF0000;
+      }
+      specials[row * (kHead / 8) + chunk] = uint16_t(bits);
+      if (bits) store_shared_16(tile + offset(row, chunk), make_uint4(word[0], word[1], word[2], word[3]));
+    }
+  }
+};
+
+}  // namespace mha::cuda
