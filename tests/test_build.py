@@ -1,0 +1,147 @@
+"""The built library: no unstable torch symbols, one exported table per instruction set, one version; the repository's own rules."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mha_ext
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = Path(mha_ext._ops._C.__file__)
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+
+
+def symbols(*options: str) -> list[str]:
+    found = subprocess.run(["nm", "-DC", *options, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    return [line.split(maxsplit=1)[1] if line.startswith(" ") else line for line in found.splitlines()]
+
+
+def undefined() -> list[str]:
+    found = subprocess.run(["nm", "-D", "-C", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    return [line.strip().removeprefix("U ").removeprefix("w ").strip() for line in found.splitlines()]
+
+
+@needs_nm
+def test_no_unstable_torch_symbols():
+    """Of torch, the library may need only its C shim (aoti_torch_*, torch_*): no symbol of at::, c10:: or torch:: classes."""
+    names = undefined()
+    assert any(name.startswith(("aoti_torch_", "torch_")) for name in names), "the scan sees torch's shim"
+    unstable = [name for name in names if re.search(r"\b(at|c10|torch|caffe2|pybind11::detail::type_caster<at)::", name)]
+    assert unstable == []
+
+
+@needs_nm
+def test_undefined_symbols_are_of_known_origin():
+    """Everything else comes from Python, the C and C++ libraries and the compiler; anything new should be looked at."""
+    known = re.compile(
+        r"^(aoti_torch_|torch_|_?Py|_Py|std::|__cxa|__cxxabiv1|_Unwind|__gxx|operator (new|delete)|vtable for |typeinfo for |"
+        r"_ITM_|__gmon|__stack_chk|__tls|__assert|_GLOBAL|[a-z_0-9]+(@|$)|GOMP|__libc|__errno|non-virtual thunk|VTT for)"
+    )
+    strange = [name for name in undefined() if not known.match(name)]
+    assert strange == []
+
+
+@needs_nm
+def test_no_second_thread_pool_and_no_fast_math():
+    """OpenMP of its own would spin against torch's; -ffast-math leaves a mark that sets flush-to-zero for the process."""
+    names = undefined()
+    assert not [name for name in names if name.startswith(("GOMP_", "omp_", "__kmpc_"))]
+    code = "import torch, mha_ext; t = torch.tensor([1e-40]); print((t * 1.0).item() != 0.0)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "True"
+
+
+@needs_nm
+def test_only_the_module_entry_is_exported():
+    """Symbols of kernels stay inside, so that they cannot collide with another library's."""
+    found = subprocess.run(["nm", "-DC", "--defined-only", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    names = [line.split(maxsplit=2)[2] for line in found.splitlines()]
+    assert "PyInit__C" in names
+    kernels = [name for name in names if re.search(r"\bmha::", name) and not name.startswith(("typeinfo", "vtable", "guard"))]
+    assert kernels == [] or not (ROOT / "setup.py").exists()
+
+
+@needs_nm
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "avx512_bf16"])
+def test_each_isa_object_exports_one_symbol(isa):
+    """A function of a wider instruction set that leaks under a common name could be picked by the linker for every machine."""
+    objects = sorted(ROOT.glob(f"build/**/isa_{isa}.o"), key=lambda p: p.stat().st_mtime)
+    if not objects:
+        pytest.skip("no objects here: installed, not built in place")
+    found = subprocess.run(["nm", "-C", "--defined-only", "--extern-only", str(objects[-1])], capture_output=True, text=True, check=True)
+    names = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
+    strong = [name for _, kind, name in names if kind in "TDBR"]
+    weak = [name for _, kind, name in names if kind in "WVu"]
+    assert strong == [f"mha::cpu::kernels_{isa}()"]
+    assert [name for name in weak if not name.startswith("DW.ref.")] == []
+
+
+def test_one_version():
+    """mha_ext/VERSION is the only place; everything else reads it."""
+    version = (Path(mha_ext.__file__).parent / "VERSION").read_text().strip()
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", version)
+    assert mha_ext.__version__ == version == mha_ext._ops.build_info["version"]
+    for name in ("pyproject.toml", "setup.py", "CMakeLists.txt"):
+        path = ROOT / name
+        if path.exists():
+            text = path.read_text()
+            assert not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text), f"{name} repeats the version"
+
+
+def test_build_info_names_what_is_built():
+    info = mha_ext._ops.build_info
+    assert info["torch_floor"] == "2.11" and info["compiler"]
+    assert isinstance(info["cuda"], bool) and (info["cuda"] or info["cuda_reason"])
+
+
+def test_public_names():
+    promised = {
+        "attention", "scaled_dot_product_attention", "split_heads", "merge_heads", "masked_softmax", "dropout_mask", "explain", "masks",
+        "nn",
+    }  # fmt: skip
+    assert promised <= set(mha_ext.__all__) and promised <= set(dir(mha_ext))
+    for name in mha_ext.__all__:
+        assert getattr(mha_ext, name).__doc__, f"{name} has no documentation"
+    for name in ("Causal", "Window", "Padding", "LeftPadding", "Prefix", "Documents", "Dense"):
+        assert getattr(mha_ext.masks, name).__doc__
+    for name in ("MultiheadAttention", "SelfAttention", "CrossAttention"):
+        assert getattr(mha_ext.nn, name).__doc__
+
+
+def test_import_is_quick_and_quiet():
+    """Importing prints nothing, starts no thread and leaves torch's settings alone."""
+    code = (
+        "import torch, os; before = (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed());"
+        "import mha_ext; assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed())"
+    )
+    result = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:mha_ext", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and result.stdout == "" and result.stderr == "", result.stderr
+
+
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="not in the repository")
+def test_kernels_never_include_torch():
+    """torch stays at the door: only csrc/torch and the bindings may know it."""
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.suffix in (".h", ".cpp", ".cuh", ".cu") and "torch" not in path.relative_to(ROOT / "csrc").parts:
+            included = re.findall(r'#\s*include\s*[<"]([^>"]+)', path.read_text())
+            assert not [name for name in included if name.startswith(("torch/", "ATen/", "c10/"))], path
+
+
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="not in the repository")
+def test_unstable_headers_are_not_included():
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.suffix in (".h", ".cpp", ".cuh", ".cu"):
+            for name in re.findall(r'#\s*include\s*[<"]([^>"]+)', path.read_text()):
+                assert not name.startswith(("ATen/", "c10/", "torch/extension", "torch/torch.h", "torch/library.h")), f"{path}: {name}"
+
+
+def test_loads_beside_torch_of_this_version():
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert (major, minor) >= (2, 11)

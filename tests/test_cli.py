@@ -1,0 +1,65 @@
+"""python -m mha_ext: what is built, what is used, and a self-check that can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mha_ext
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args: str, **environment: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "mha_ext", *args],
+        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_says_what_is_built_and_checks_itself():
+    result = run()
+    assert result.returncode == 0, result.stderr
+    text = result.stdout
+    assert mha_ext.__version__ in text
+    assert mha_ext._ops._C.cpu_isa() in text
+    assert "CUDA" in text
+    if mha_ext._ops.without_cuda:
+        assert mha_ext._ops.without_cuda in text
+    import torch
+
+    assert torch.__version__.split("+")[0] in text
+
+
+def test_names_the_forced_instruction_set():
+    result = run(MHA_EXT_CPU_ISA="scalar")
+    assert result.returncode == 0 and "scalar" in result.stdout
+
+
+def test_unknown_instruction_set_is_one_sentence():
+    result = run(MHA_EXT_CPU_ISA="sse9")
+    assert result.returncode != 0
+    assert "sse9" in result.stdout + result.stderr and "scalar" in result.stdout + result.stderr
+
+
+def test_self_check_fails_when_a_kernel_is_wrong():
+    """The self-check compares with independent truth: with a falsified op it must not succeed."""
+    code = """
+import runpy, sys, torch, mha_ext
+real = mha_ext._ops.attention_fwd
+def wrong(*args):
+    out, lse, weights = real(*args)
+    return out * 1.01, lse, weights
+mha_ext._ops.attention_fwd = wrong
+sys.argv = ["mha_ext"]
+try:
+    runpy.run_module("mha_ext", run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    sys.exit(stop.code)
+"""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0, result.stdout
