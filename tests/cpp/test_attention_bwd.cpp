@@ -11,7 +11,7 @@ namespace {
 using mha::DType;
 using namespace tools;
 
-constexpr int kBroadcastAll = 15, kNone = -1;
+constexpr int kNone = -1;
 
 struct Case {
   int64_t B = 1, H = 1, Hk = 1, Sq = 1, Sk = 1, D = 1, Dv = 1;
@@ -185,8 +185,7 @@ Outputs make_outputs(const Case& c, DType dtype, mha::AttentionBackward& p) {
   return o;
 }
 
-// ---- what is right, and how far from it the textbook is
-// --------------------------------------------------------------
+// ---- what is right, and how far from it the textbook is -----------------------------------------------------------
 
 constexpr int kGradients = 4;
 const char* const kGradientNames[kGradients] = {"dq", "dk", "dv", "dbias"};
