@@ -112,8 +112,8 @@ def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, 
     if given != dtype and given != accumulate:
         if given not in DTYPES or given == torch.float64:
             raise TypeError(
-                f"bias is {name_of(given)} but q is {name_of(dtype)}; accepted: {name_of(dtype)} or "
-                f"{name_of(accumulate)}: convert it."
+                f"bias is {name_of(given)} but q is {name_of(dtype)}; accepted: "
+                f"{' or '.join(dict.fromkeys((name_of(dtype), name_of(accumulate))))}: convert it."
             )
         bias = bias.to(accumulate)  # exact
     return as_4d(bias, "bias", B, H, Sq, Sk)
@@ -178,8 +178,8 @@ def unsupported_dtype(name: str, dtype: torch.dtype) -> Exception:
 
 def no_cuda(reason: str) -> Exception:
     return ValueError(
-        f"mha_ext was built without CUDA: {reason}; move the tensors with .cpu(), or rebuild where nvcc and a CUDA build "
-        "of torch are installed with MHA_EXT_CUDA=1 pip install --force-reinstall --no-deps --no-build-isolation ."
+        f"mha_ext was built without CUDA: {reason}; move the tensors with .cpu(), or rebuild where nvcc and a "
+        "CUDA build of torch are installed with MHA_EXT_CUDA=1 pip install --force-reinstall --no-deps --no-build-isolation ."
     )
 
 
@@ -195,9 +195,22 @@ def one_tensor(x: Tensor, name: str, shape: str, dim: int, without_cuda: str | N
         raise no_cuda(without_cuda)
 
 
+def number(name: str, x: float) -> None:
+    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        fix = ": multiply q by it if it is to be learned" if name == "scale" else ""
+        raise TypeError(f"{name} is a {type(x).__name__}; accepted: a number{fix}.")
+
+
 def probability(name: str, p: float) -> None:
+    number(name, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; accepted: a probability in [0, 1].")
+
+
+def softcap(c: float) -> None:
+    number("softcap", c)
+    if not 0.0 <= c < float("inf"):
+        raise ValueError(f"softcap is {c}; accepted: a positive limit of the scores, or 0 for none.")
 
 
 def rng_state(state: Tensor, device: torch.device) -> Tensor:

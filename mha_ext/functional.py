@@ -6,8 +6,6 @@ head size. Types: float64, float32, bfloat16, float16; under torch.autocast inpu
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -32,9 +30,9 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
 ):
-    """softmax(softcap(scale * q k^T) + bias, masked) v, blocked: memory grows with the lengths only.
+    """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
 
-    Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017); grouped key/value heads to Ainslie
+    """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
     et al. ("GQA", 2023); the blocked algorithm to Dao et al. ("FlashAttention", 2022).
 
     Args:
@@ -64,6 +62,8 @@ def attention(
     """
     if sinks is not None or pre_mix is not None or post_mix is not None:
         raise _not_available(sinks=sinks, pre_mix=pre_mix, post_mix=post_mix)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise TypeError(f"q, k, v are a {', a '.join(type(x).__name__ for x in (q, k, v))}; accepted: three tensors.")
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(device_type, q, k, v)
@@ -77,12 +77,14 @@ def attention(
         bias = _checks.bias_tensor(bias, q.dtype, q.device, q.shape[0], q.shape[1], Sq, k.shape[2])
     if scale is None:
         scale = D**-0.5 if D > 0 else 1.0
+    else:
+        _checks.number("scale", scale)
     if dropout_p != 0.0:
         rng_state = _rng_state(dropout_p, rng_state, q)
     else:
         rng_state = None
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; accepted: a positive limit of the scores, or 0 for none.")
+    if softcap != 0.0:
+        _checks.softcap(softcap)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}; accepted: True, False or None.")
     out, lse, weights = _ops.attention_fwd(q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights)
@@ -114,8 +116,7 @@ def scaled_dot_product_attention(
     Returns:
         [..., H, Sq, Dv]. Unlike torch, a row that sees no key gives 0 instead of NaN.
     """
-    dim = query.dim()
-    if dim != 4 or key.dim() != 4 or value.dim() != 4:
+    if not isinstance(query, Tensor) or query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     B, H = query.shape[:2]
     Hk = key.shape[1]
@@ -187,6 +188,7 @@ def masked_softmax(
         )[0, 0]
     _checks.one_tensor(scores, "scores", "[B,H,Sq,Sk] or [Sq,Sk]", 4, _ops.without_cuda)
     sizes = scores.shape
+    _checks.number("scale", scale)
     args = masks.lower(mask, *sizes, scores.device)
     if bias is not None:
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
@@ -278,18 +280,17 @@ def _broadcast_size(*sizes: int) -> int:
 def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
     """Leading dimensions become one batch; where there are none, they are added."""
     tensors = (query, key, value)
-    ranks = [x.dim() for x in tensors]
-    lead_shapes = [x.shape[:-3] for x in tensors] + ([attn_mask.shape[:-3]] if isinstance(attn_mask, Tensor) else [])
+    if not all(isinstance(x, Tensor) for x in tensors):
+        raise TypeError(f"query, key, value are a {', a '.join(type(x).__name__ for x in tensors)}; accepted: tensors.")
+    rank = max(x.dim() for x in tensors)
     try:
-        lead = torch.broadcast_shapes((1,), *lead_shapes)
+        lead = torch.broadcast_shapes((1,), *(x.shape[:-3] for x in tensors))
     except RuntimeError:
         lead = None
-    if min(ranks) < 2 or lead is None or len(lead) > max(1, max(ranks) - 3):
-        shapes = ", ".join(_checks.text(x.shape) for x in tensors)
+    if lead is None or min(x.dim() for x in tensors) < 2:
         raise ValueError(
-            f"query, key, value have shapes {shapes}"
-            + (f" and attn_mask {_checks.text(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else "")
-            + "; accepted: [..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv] whose leading dimensions broadcast."
+            f"query, key, value have shapes {', '.join(_checks.text(x.shape) for x in tensors)}; accepted: "
+            "[..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv] whose leading dimensions broadcast."
         )
 
     def one_batch(x: Tensor) -> Tensor:
@@ -298,6 +299,12 @@ def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, en
 
     q, k, v = map(one_batch, tensors)
     if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        mask_lead = attn_mask.shape[:-3]
+        if len(mask_lead) > len(lead) or any(n not in (1, m) for n, m in zip(reversed(mask_lead), reversed(lead))):
+            raise ValueError(
+                f"attn_mask has shape {_checks.text(attn_mask.shape)}; accepted: a shape that broadcasts to "
+                f"[..., H, Sq, Sk] = {_checks.text((*lead, q.shape[1], q.shape[2], k.shape[2]))}."
+            )
         attn_mask = one_batch(attn_mask)
     out = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return out.reshape((*lead, *out.shape[1:])[-max(ranks) :])
+    return out.reshape((*lead, *out.shape[1:])[-rank:])
