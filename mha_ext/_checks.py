@@ -179,7 +179,8 @@ def unsupported_dtype(name: str, dtype: torch.dtype) -> Exception:
 def no_cuda(reason: str) -> Exception:
     return ValueError(
         f"mha_ext was built without CUDA: {reason}; move the tensors with .cpu(), or rebuild where nvcc and a "
-        "CUDA build of torch are installed with MHA_EXT_CUDA=1 pip install --force-reinstall --no-deps --no-build-isolation ."
+        "CUDA build of torch are installed with MHA_EXT_CUDA=1 pip install --force-reinstall --no-deps "
+        "--no-build-isolation ."
     )
 
 

@@ -32,7 +32,7 @@ def attention(
 ):
     """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
 
-    """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
+    Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017), grouped key/value heads to Ainslie
     et al. ("GQA", 2023); the blocked algorithm to Dao et al. ("FlashAttention", 2022).
 
     Args:
