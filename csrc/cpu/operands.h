@@ -79,7 +79,7 @@ inline void transposed_operand(Unit* dst, int64_t ld, const void* src, DType typ
           if (r + i < rows) std::memcpy(line, base + offset[r + i] + c, size_t(width) * sizeof(bf16));
           std::memcpy(&x[i], line, sizeof(line));
         }
-        transpose_block<float>(x);
+        transpose_block(x);
         for (int i = 0; i < units<Pair>(width); ++i) std::memcpy(dst + (c / 2 + i) * ld + r, &x[i], sizeof(x[i]));
       }
     }

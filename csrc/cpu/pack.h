@@ -41,7 +41,7 @@ inline void copy_rows(T* dst, int64_t ld, const void* src, DType type, int64_t s
   });
 }
 
-// One L x L block in registers.
+// One L x L block, through memory; an ISA may overload this with something better.
 template <class T>
 MHA_INLINE void transpose_block(Vec<T>* x) {
   constexpr int L = Vec<T>::lanes;
@@ -69,7 +69,7 @@ inline void transpose_rows(T* dst, int64_t ld, const S* src, const int64_t* offs
           x[i] = width == L ? load(p) : load_n(p, width);
         }
       }
-      transpose_block<T>(x);
+      transpose_block(x);
       for (int i = 0; i < width; ++i) store(dst + (c + i) * ld + r, x[i]);
     }
   }
@@ -92,7 +92,7 @@ inline void untranspose_rows(S* dst, const int64_t* offset, const T* src, int64_
       Vec<T> x[L];
       int width = std::min(L, cols - c);
       for (int i = 0; i < L; ++i) x[i] = i < width ? load(src + (c + i) * ld + r) : set1(T(0));
-      transpose_block<T>(x);
+      transpose_block(x);
       for (int i = 0; i < height; ++i) {
         S* p = dst + offset[r + i] + c;
         if (width == L) {

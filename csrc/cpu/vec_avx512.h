@@ -72,6 +72,32 @@ MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<float>* 
   m->m = _mm512_cmpge_epu32_mask(_mm512_loadu_si512(a), _mm512_set1_epi32(int(threshold)));
 }
 
+// A 16 x 16 transpose in registers: pairs of rows, then of pairs, then of quarters.
+MHA_INLINE void transpose_block(VecF* x) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int h = 0; h < 2; ++h) {
+      const __m512d low = _mm512_castps_pd(a[i + h]), high = _mm512_castps_pd(a[i + 2 + h]);
+      b[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  // Now quarter c of b[4 * g + r] holds column 4 * c + r of rows 4 * g .. 4 * g + 3.
+  for (int r = 0; r < 4; ++r) {
+    const __m512 low01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0x88), high01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0xDD);
+    const __m512 low23 = _mm512_shuffle_f32x4(b[8 + r], b[12 + r], 0x88);
+    const __m512 high23 = _mm512_shuffle_f32x4(b[8 + r], b[12 + r], 0xDD);
+    x[r].v = _mm512_shuffle_f32x4(low01, low23, 0x88);
+    x[8 + r].v = _mm512_shuffle_f32x4(low01, low23, 0xDD);
+    x[4 + r].v = _mm512_shuffle_f32x4(high01, high23, 0x88);
+    x[12 + r].v = _mm512_shuffle_f32x4(high01, high23, 0xDD);
+  }
+}
+
 // ---- double
 MHA_INLINE VecD set1(double x) { return {_mm512_set1_pd(x)}; }
 MHA_INLINE VecD load(const double* p) { return {_mm512_loadu_pd(p)}; }
