@@ -1,11 +1,11 @@
-// Gradients of keys and values on tensor cores (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and bf16, head
-// sizes up to kHead (smaller ones are filled up with zeros).
+// Gradients of keys and values on tensor cores (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and bf16,
+// head sizes up to kHead (smaller ones are filled up with zeros).
 //
-// A block takes kKeys keys of one key/value head and walks over the tiles of query rows that see any of them, of all query
-// heads of the group, one after the other. A warp owns 16 * kMt keys and works in steps of 16 queries: S^T = K Q^T and
-// dP^T = V dO^T in registers become P^T and dS^T, which are, as they lie, operand A of dV += P^T dO and dK += dS^T Q: nothing
-// is exchanged between warps, and sums run in a fixed order. Beyond head size 128, two warps share their keys and split
-// the columns of dK and dV.
+// A block takes kKeys keys of one key/value head and walks over the tiles of query rows that see any of them, of all
+// query heads of the group, one after the other. A warp owns 16 * kMt keys and works in steps of 16 queries: S^T = K
+// Q^T and dP^T = V dO^T in registers become P^T and dS^T, which are, as they lie, operand A of dV += P^T dO and dK +=
+// dS^T Q: nothing is exchanged between warps, and sums run in a fixed order. Beyond head size 128, two warps share
+// their keys and split the columns of dK and dV.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
 #include "error.h"
@@ -102,9 +102,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Tile::template load<C::kQueries>(aligned, stage, matrix<T>(p.q, b, h, p.Sq, p.D), row, thread);
     Tile::template load<C::kQueries>(aligned, stage + C::kTileBytes, matrix<T>(p.dout, b, h, p.Sq, p.Dv), row, thread);
     if (thread < int(sizeof(RowBlock<float>)) / 16)
-      cp_async_16(stage + 2 * C::kTileBytes + thread * 16,
-                  reinterpret_cast<const char*>(static_cast<const RowBlock<float>*>(p.rows) + first_block + tile / kPerBlock) +
-                      thread * 16, 16);
+      cp_async_16(
+          stage + 2 * C::kTileBytes + thread * 16,
+          reinterpret_cast<const char*>(static_cast<const RowBlock<float>*>(p.rows) + first_block + tile / kPerBlock) +
+              thread * 16,
+          16);
     cp_async_commit();
   };
 
@@ -138,8 +140,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int step = 0; step < C::kQueries; step += 16) {
       const uint32_t q_tile = stage + step * Tile::kRowBytes, dout_tile = q_tile + C::kTileBytes;
       const int i = row % kRowBlock + step;
-      const GradientPlace at = {b, hk * group + tile / tiles_per_head, row + step, first_key + own_keys,
-                                rows.negative_lse + i, rows.delta + i, rows.ranges + i};
+      const GradientPlace at = {b,
+                                hk * group + tile / tiles_per_head,
+                                row + step,
+                                first_key + own_keys,
+                                rows.negative_lse + i,
+                                rows.delta + i,
+                                rows.ranges + i};
       uint32_t visible = ~0u;
       if (hides) {
         visible = visible_pairs<C::kMt, 2, true, !C::kGeneral>(p.mask, at, lane);
@@ -171,9 +178,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   cp_async_wait<0>();
   __syncthreads();
   const uint32_t staging = base + warp * C::kWarpKeys * Tile::kRowBytes;
-  store_rows<T, Tile>(dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), first_key + own_keys, column, p.aligned_dv, staging, lane);
-  store_rows<T, Tile>(dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), first_key + own_keys, column, p.aligned_dk, staging,
+  store_rows<T, Tile>(dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), first_key + own_keys, column, p.aligned_dv, staging,
                       lane);
+  store_rows<T, Tile>(dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), first_key + own_keys, column, p.aligned_dk,
+                      staging, lane);
 }
 
 template <class T, class C>

@@ -1,8 +1,8 @@
-// The gradient of queries on tensor cores, without atomics (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and
-// bf16, head sizes up to kHead (smaller ones are filled up with zeros).
+// The gradient of queries on tensor cores, without atomics (mma.sync m16n8k16; compute capability 8.0 and later), fp16
+// and bf16, head sizes up to kHead (smaller ones are filled up with zeros).
 //
-// A block takes kRows query rows of one head and walks over the tiles of keys that they see. A warp owns 16 * kMt rows and
-// works in steps of kStep keys: S = Q K^T and dP = dO V^T in registers become dS, operand A of dQ += dS K.
+// A block takes kRows query rows of one head and walks over the tiles of keys that they see. A warp owns 16 * kMt rows
+// and works in steps of kStep keys: S = Q K^T and dP = dO V^T in registers become dS, operand A of dQ += dS K.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
 #include "error.h"
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const bool aligned = !C::kGeneral || p.aligned;
 
   Tile::template load<C::kRows>(aligned, query_at, matrix<T>(p.q, b, h, Sq, p.D), first_row, thread);
-  Tile::template load<C::kRows>(aligned, query_at + C::kRowsBytes, matrix<T>(p.dout, b, h, Sq, p.Dv), first_row, thread);
+  Tile::template load<C::kRows>(aligned, query_at + C::kRowsBytes, matrix<T>(p.dout, b, h, Sq, p.Dv), first_row,
+                                thread);
   const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + bh * p.row_blocks + first_row / kRowBlock;
   for (int i = thread; i < int(sizeof(row_blocks) / 16); i += C::kThreads)
     cp_async_16(shared_address(row_blocks) + i * 16, reinterpret_cast<const char*>(blocks) + i * 16, 16);
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   cp_async_wait<0>();
   __syncthreads();
 
-  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_a(lane), dout_lane = q_lane + C::kRowsBytes;
+  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_a(lane),
+                 dout_lane = q_lane + C::kRowsBytes;
   uint32_t q[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], dout[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
   if constexpr (C::kHeld) {
 #pragma unroll
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const int tile_end = all.begin < all.end ? (all.end + C::kKeys - 1) / C::kKeys : 0;
   auto load_tile = [&](int n, uint32_t stage) {
     Tile::template load<C::kKeys>(aligned, stage, matrix<T>(p.k, b, hk, p.Sk, p.D), n * C::kKeys, thread);
-    Tile::template load<C::kKeys>(aligned, stage + C::kTileBytes, matrix<T>(p.v, b, hk, p.Sk, p.Dv), n * C::kKeys, thread);
+    Tile::template load<C::kKeys>(aligned, stage + C::kTileBytes, matrix<T>(p.v, b, hk, p.Sk, p.Dv), n * C::kKeys,
+                                  thread);
     cp_async_commit();
   };
   if (tile < tile_end) load_tile(tile, base);
@@ -104,7 +107,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int step = 0; step < C::kKeys; step += C::kStep) {
       const int key = tile * C::kKeys + step;
       if (key >= own.end || key + C::kStep <= own.begin) continue;
-      const GradientPlace at = {b, h, first_row + own_rows, key, rows.negative_lse + i, rows.delta + i, rows.ranges + i};
+      const GradientPlace at = {
+          b, h, first_row + own_rows, key, rows.negative_lse + i, rows.delta + i, rows.ranges + i};
       const bool hides = C::kGeneral || key < own.full_begin || key + C::kStep > own.full_end;
       uint32_t visible = ~0u;
       if (hides) {

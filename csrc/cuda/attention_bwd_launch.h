@@ -17,22 +17,22 @@ struct alignas(16) RowBlock {
 };
 
 struct AttentionBackwardLaunch : AttentionBackward, Numbers {
-  bool aligned = false;  // the rows of q, k, v and dout start at multiples of 16 bytes
+  bool aligned = false;       // the rows of q, k, v and dout start at multiples of 16 bytes
   bool aligned_rows = false;  // those of dout and out do
   bool aligned_dq = false, aligned_dk = false, aligned_dv = false;
-  bool base_2 = false;       // lse in powers of two
-  int row_blocks = 0;        // per head; even, so that a tile may have 128 rows
-  void* rows = nullptr;      // RowBlock [B,H,row_blocks]
-  Span* spans = nullptr;     // [B,H,row_blocks]: what the rows of each block see. Rows beyond Sq don't count
-  float* dq_sum = nullptr;   // [B,H,row_blocks * kRowBlock, head size of the instance], zeroed: where blocks add up dq
+  bool base_2 = false;      // lse in powers of two
+  int row_blocks = 0;       // per head; even, so that a tile may have 128 rows
+  void* rows = nullptr;     // RowBlock [B,H,row_blocks]
+  Span* spans = nullptr;    // [B,H,row_blocks]: what the rows of each block see. Rows beyond Sq don't count
+  float* dq_sum = nullptr;  // [B,H,row_blocks * kRowBlock, head size of the instance], zeroed: where blocks add up dq
 };
 
 // The merged spans of all lanes of a warp.
 __device__ inline Span warp_merge(Span s) {
 #pragma unroll
   for (int i = 16; i; i /= 2)
-    s = merge(s, {__shfl_xor_sync(~0u, s.begin, i), __shfl_xor_sync(~0u, s.end, i), __shfl_xor_sync(~0u, s.full_begin, i),
-                  __shfl_xor_sync(~0u, s.full_end, i)});
+    s = merge(s, {__shfl_xor_sync(~0u, s.begin, i), __shfl_xor_sync(~0u, s.end, i),
+                  __shfl_xor_sync(~0u, s.full_begin, i), __shfl_xor_sync(~0u, s.full_end, i)});
   return s;
 }
 

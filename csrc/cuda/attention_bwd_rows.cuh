@@ -1,5 +1,5 @@
-// The first kernel of attention's backward: for each query row delta = rowsum(dout * out) - dlse, lse, and the keys that
-// it sees; for each block of rows the span of those.
+// The first kernel of attention's backward: for each query row delta = rowsum(dout * out) - dlse, lse, and the keys
+// that it sees; for each block of rows the span of those.
 #pragma once
 #include "attention_bwd_launch.h"
 #include "error.h"
@@ -18,7 +18,8 @@ __device__ inline A row_dot(const T* x, const T* y, int64_t n, bool aligned, int
       if (d + kVector <= n) {
         uint4 u = *reinterpret_cast<const uint4*>(x + d), w = *reinterpret_cast<const uint4*>(y + d);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum += A(reinterpret_cast<const T*>(&u)[i]) * A(reinterpret_cast<const T*>(&w)[i]);
+        for (int i = 0; i < kVector; ++i)
+          sum += A(reinterpret_cast<const T*>(&u)[i]) * A(reinterpret_cast<const T*>(&w)[i]);
       } else {
         for (int64_t i = d; i < n; ++i) sum += A(x[i]) * A(y[i]);
       }
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(kRowsThreads) attention_bwd_rows(const __grid_
   const T* out = static_cast<const T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
   for (int r = thread / 8; r < kRowBlock; r += kRowsThreads / 8) {
     const int64_t i = first + r;
-    A sum = row_dot<T, A>(dout + i * p.dout.stride[2], out + i * p.out.stride[2], i < p.Sq ? p.Dv : 0, p.aligned_rows, thread % 8);
+    A sum = row_dot<T, A>(dout + i * p.dout.stride[2], out + i * p.out.stride[2], i < p.Sq ? p.Dv : 0, p.aligned_rows,
+                          thread % 8);
     if (thread % 8 == 0) delta[r] = sum;
   }
   __syncthreads();

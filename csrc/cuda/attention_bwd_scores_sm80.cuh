@@ -1,5 +1,5 @@
-// What attention's backward does to tiles of scores in the registers of mma accumulators: from q.k and dout.v to the weights
-// and the gradients of the scores.
+// What attention's backward does to tiles of scores in the registers of mma accumulators: from q.k and dout.v to the
+// weights and the gradients of the scores.
 //
 // Fragments are as in fragment_sm80.cuh; with kTransposed they hold S^T: keys down, queries across.
 #pragma once
@@ -49,18 +49,18 @@ __device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& 
   static_assert(kMt * kNt * 4 <= 32);
   uint32_t bits = 0;
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
-    const int i = fragment_row<kTransposed>(m, n, half, e, lane), key = at.key + fragment_key<kTransposed>(m, n, half, e, lane);
+    const int i = fragment_row<kTransposed>(m, n, half, e, lane),
+              key = at.key + fragment_key<kTransposed>(m, n, half, e, lane);
     const RowRange r = at.ranges[i];
     bool visible = uint32_t(key - r.begin) < uint32_t(r.end - r.begin);
-    if constexpr (!kIntervalOnly)
-      visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key);
+    if constexpr (!kIntervalOnly) visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key);
     bits |= uint32_t(visible) << fragment_bit<kNt>(m, n, half, e);
   });
   return bits;
 }
 
-// The weights that dropout keeps, keys down. Four neighbouring keys of a query, which one Philox call decides, belong to the
-// lanes g = 4 * i + 0..3: lane c of these works out the words of row half c / 2, query c % 2, and they trade.
+// The weights that dropout keeps, keys down. Four neighbouring keys of a query, which one Philox call decides, belong
+// to the lanes g = 4 * i + 0..3: lane c of these works out the words of row half c / 2, query c % 2, and they trade.
 template <int kMt, int kNt>
 __device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t threshold, uint32_t batch_head,
                                                 const GradientPlace& at, int lane) {
@@ -70,7 +70,8 @@ __device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t thresho
   for (int m = 0; m < kMt; ++m)
 #pragma unroll
     for (int n = 0; n < kNt; ++n) {
-      Philox4 w = dropout_words(key, batch_head, at.row + 8 * n + 2 * t + c % 2, at.key / 4 + 4 * m + 2 * (c / 2) + g / 4);
+      Philox4 w =
+          dropout_words(key, batch_head, at.row + 8 * n + 2 * t + c % 2, at.key / 4 + 4 * m + 2 * (c / 2) + g / 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) own |= uint32_t(w.word[i] >= threshold) << (4 * (m * kNt + n) + i);
     }
@@ -83,7 +84,8 @@ __device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t thresho
 template <class T, class F>
 __device__ inline float element(const Tensor4& t, const GradientPlace& at, int i, int j) {
   const int64_t row = at.row + i, key = at.key + j;
-  return float(static_cast<const F*>(t.data)[at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
+  return float(
+      static_cast<const F*>(t.data)[at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
 }
 
 // s: q.k becomes the weights, after dropout. dp: dout.v becomes the gradient of q.k, but for the factor scale (or, with
@@ -98,7 +100,8 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
     auto read = [&](const Tensor4& t, bool f32, auto use) {
       for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
         if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) return;
-        const int i = fragment_row<kTransposed>(m, n, half, e, lane), j = fragment_key<kTransposed>(m, n, half, e, lane);
+        const int i = fragment_row<kTransposed>(m, n, half, e, lane),
+                  j = fragment_key<kTransposed>(m, n, half, e, lane);
         use(m, n, 2 * half + e, f32 ? element<T, float>(t, at, i, j) : element<T, T>(t, at, i, j));
       });
     };
@@ -151,11 +154,12 @@ __device__ inline void pack_operand(uint32_t (&a)[4], const float (&x)[kNt][4], 
   for (int i = 0; i < 4; ++i) a[i] = pack2<T>(x[n + i / 2][i % 2 * 2], x[n + i / 2][i % 2 * 2 + 1]);
 }
 
-// c += A B^T with the rows of both along kHead: A's fragments come from registers (or, kFromShared, by ldmatrix from a_lane
-// on), B are 8 * kNt rows of a tile.
+// c += A B^T with the rows of both along kHead: A's fragments come from registers (or, kFromShared, by ldmatrix from
+// a_lane on), B are 8 * kNt rows of a tile.
 template <class T, class Tile, int kHead, bool kFromShared, int kMt, int kNt>
-__device__ inline void multiply_rows(float (&c)[kMt][kNt][4], const uint32_t (&held)[kMt][kFromShared ? 1 : kHead / 16][4],
-                                     uint32_t a_lane, uint32_t b_lane) {
+__device__ inline void multiply_rows(float (&c)[kMt][kNt][4],
+                                     const uint32_t (&held)[kMt][kFromShared ? 1 : kHead / 16][4], uint32_t a_lane,
+                                     uint32_t b_lane) {
 #pragma unroll
   for (int d = 0; d < kHead / 16; ++d) {
     uint32_t a[kMt][4];
@@ -197,8 +201,8 @@ __device__ inline void multiply_columns(float (&c)[kMt][kOt][4], const uint32_t 
 // A warp's sums * factor, rounded, to rows [first, first + 16 * kMt) of a matrix, through the warp's own part of shared
 // memory. Columns from `column` on.
 template <class T, class Tile, int kMt, int kOt>
-__device__ inline void store_rows(const float (&c)[kMt][kOt][4], float factor, const Matrix<T>& m, int first, int column,
-                                  bool aligned, uint32_t staging, int lane) {
+__device__ inline void store_rows(const float (&c)[kMt][kOt][4], float factor, const Matrix<T>& m, int first,
+                                  int column, bool aligned, uint32_t staging, int lane) {
 #pragma unroll
   for (int i = 0; i < kMt; ++i)
 #pragma unroll

@@ -1,10 +1,11 @@
 // Attention backward without tensor cores, for whatever attention_bwd_*_sm80 doesn't take: fp32 and fp64 in their full
 // accuracy, and any head size. Sums run in a fixed order.
 //
-// One kernel in four roles, each of which works the scores out again. A block owns kTile rows of its output (queries for dQ,
-// keys for dK and dV) and kTile of its columns, and walks over tiles of the other side: scores and their gradients come into
-// registers (kPer x kPer per thread), go to shared memory as the matrix W, and are multiplied with the other side's rows. For
-// the gradient of the bias, a block owns a tile of its elements and walks over all that they were broadcast to.
+// One kernel in four roles, each of which works the scores out again. A block owns kTile rows of its output (queries
+// for dQ, keys for dK and dV) and kTile of its columns, and walks over tiles of the other side: scores and their
+// gradients come into registers (kPer x kPer per thread), go to shared memory as the matrix W, and are multiplied with
+// the other side's rows. For the gradient of the bias, a block owns a tile of its elements and walks over all that they
+// were broadcast to.
 #pragma once
 #include "attention_bwd_launch.h"
 #include "error.h"
@@ -44,8 +45,8 @@ __device__ inline void for_own(F f) {
 
 // c[i][j] = x[first_x + own row i] . y[first_y + own row j]
 template <class S, class T, class A>
-__device__ inline void multiply_rows_simple(A (&c)[S::kPer][S::kPer], const Matrix<T>& x, int first_x, const Matrix<T>& y,
-                                            int first_y, typename S::Shared& shared, int thread) {
+__device__ inline void multiply_rows_simple(A (&c)[S::kPer][S::kPer], const Matrix<T>& x, int first_x,
+                                            const Matrix<T>& y, int first_y, typename S::Shared& shared, int thread) {
   for_own<S::kPer>([&](int i, int j) { c[i][j] = 0; });
   for (int d0 = 0; d0 < x.columns; d0 += S::kDepth) {
     __syncthreads();
@@ -57,12 +58,13 @@ __device__ inline void multiply_rows_simple(A (&c)[S::kPer][S::kPer], const Matr
     __syncthreads();
 #pragma unroll 4
     for (int d = 0; d < S::kDepth; ++d)
-      for_own<S::kPer>([&](int i, int j) { c[i][j] += shared.x[d][thread / 16 + 16 * i] * shared.y[d][thread % 16 + 16 * j]; });
+      for_own<S::kPer>(
+          [&](int i, int j) { c[i][j] += shared.x[d][thread / 16 + 16 * i] * shared.y[d][thread % 16 + 16 * j]; });
   }
 }
 
-// c[i][j] += sum over the tile's other rows o of w[own row i][o] * x[first + o][column + own column j]. A weight of -0 marks
-// a hidden pair, which adds nothing whatever x holds.
+// c[i][j] += sum over the tile's other rows o of w[own row i][o] * x[first + o][column + own column j]. A weight of -0
+// marks a hidden pair, which adds nothing whatever x holds.
 template <class S, class T, class A>
 __device__ inline void multiply_columns_simple(A (&c)[S::kPer][S::kPer], const Matrix<T>& x, int first, int column,
                                                typename S::Shared& shared, int thread) {
@@ -87,12 +89,15 @@ __device__ inline void multiply_columns_simple(A (&c)[S::kPer][S::kPer], const M
 
 // A pair's weight (for dV) or the gradient of its score; -0 if hidden.
 template <class S, class A>
-__device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename S::Place& at, int row, int key, A s, A dp) {
+__device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename S::Place& at, int row, int key, A s,
+                                A dp) {
   using T = typename S::T;
   const auto& rows = static_cast<const RowBlock<A>*>(p.rows)[(at.b * p.H + at.h) * p.row_blocks + row / kRowBlock];
   const RowRange range = rows.ranges[row % kRowBlock];
   if (key < range.begin || key >= range.end || !visible_in_interval(p.mask, at.b, at.h, row, key)) return A(-0.0);
-  auto offset = [&](const Tensor4& t) { return at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]; };
+  auto offset = [&](const Tensor4& t) {
+    return at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3];
+  };
   A x = s * A(p.scale), derivative = 1;
   if (p.softcap != 0) {
     const A t = tanh(x / A(p.softcap));
@@ -100,8 +105,9 @@ __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename
     derivative = 1 - t * t;
   }
   if (p.bias.data)
-    x += p.bias_dtype == (sizeof(A) == 8 ? DType::f64 : DType::f32) ? static_cast<const A*>(p.bias.data)[offset(p.bias)]
-                                                  : A(static_cast<const T*>(p.bias.data)[offset(p.bias)]);
+    x += p.bias_dtype == (sizeof(A) == 8 ? DType::f64 : DType::f32)
+             ? static_cast<const A*>(p.bias.data)[offset(p.bias)]
+             : A(static_cast<const T*>(p.bias.data)[offset(p.bias)]);
   const A weight = exp(x + rows.negative_lse[row % kRowBlock]);
   A factor = 1;
   if (p.dropout.rng_state) {
@@ -119,8 +125,8 @@ __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename
 
 // The pairs of a tile of rows and one of keys: c[i][j], own rows down (S::kOwnsKeys: own keys down).
 template <class S, class A>
-__device__ inline void pairs_simple(A (&c)[S::kPer][S::kPer], const AttentionBackwardLaunch& p, const typename S::Place& at,
-                                    typename S::Shared& shared, int thread) {
+__device__ inline void pairs_simple(A (&c)[S::kPer][S::kPer], const AttentionBackwardLaunch& p,
+                                    const typename S::Place& at, typename S::Shared& shared, int thread) {
   using T = typename S::T;
   const int64_t hk = at.h / (p.H / p.Hk);
   const Matrix<T> q = matrix<T>(p.q, at.b, at.h, p.Sq, p.D), k = matrix<T>(p.k, at.b, hk, p.Sk, p.D);
@@ -159,10 +165,13 @@ __global__ void __launch_bounds__(S::kThreads) attention_bwd_simple(const __grid
   constexpr bool kOwnsKeys = S::kOwnsKeys;
   const int thread = threadIdx.x, Sq = int(p.Sq), Sk = int(p.Sk);
   const Tensor4& to = S::kRole == BackwardRole::dq ? p.dq : S::kRole == BackwardRole::dk ? p.dk : p.dv;
-  const int columns = int(S::kRole == BackwardRole::dv ? p.Dv : p.D), column_tiles = (columns + S::kTile - 1) / S::kTile;
+  const int columns = int(S::kRole == BackwardRole::dv ? p.Dv : p.D),
+            column_tiles = (columns + S::kTile - 1) / S::kTile;
   const int own_tiles = ((kOwnsKeys ? Sk : Sq) + S::kTile - 1) / S::kTile;
-  const int column = int(blockIdx.x % column_tiles) * S::kTile, own = int(blockIdx.x / column_tiles % own_tiles) * S::kTile;
-  const int64_t bh = blockIdx.x / column_tiles / own_tiles, heads = kOwnsKeys ? p.Hk : p.H, b = bh / heads, group = p.H / p.Hk;
+  const int column = int(blockIdx.x % column_tiles) * S::kTile,
+            own = int(blockIdx.x / column_tiles % own_tiles) * S::kTile;
+  const int64_t bh = blockIdx.x / column_tiles / own_tiles, heads = kOwnsKeys ? p.Hk : p.H, b = bh / heads,
+                group = p.H / p.Hk;
   const int64_t own_head = bh % heads, first_head = kOwnsKeys ? own_head * group : own_head;
 
   A sum[S::kPer][S::kPer] = {}, w[S::kPer][S::kPer];
@@ -191,7 +200,8 @@ struct BiasGrid {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads)
-    attention_bwd_dbias_simple(const __grid_constant__ AttentionBackwardLaunch p, const __grid_constant__ BiasGrid grid) {
+    attention_bwd_dbias_simple(const __grid_constant__ AttentionBackwardLaunch p,
+                               const __grid_constant__ BiasGrid grid) {
   using A = typename S::A;
   __shared__ typename S::Shared shared;
   const int thread = threadIdx.x;
