@@ -1,0 +1,216 @@
+// attention_fwd on every ISA against the oracle.
+#include "harness.h"
+
+using namespace harness;
+
+namespace {
+
+const double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int kNone = -1;
+
+struct Case {
+  int64_t B = 1, H = 2, Hk = 2, Sq = 33, Sk = 65, D = 17, Dv = 8;
+  bool heads_inside = false;        // q, k, v lie as [B,S,H,D]
+  int bias = kNone, dense = kNone;  // the axes they broadcast, as bits
+  bool wide_bias = false, bias_transposed = false;
+  int64_t band_lo = -mha::kNoLimit, band_hi = mha::kNoLimit;
+  bool intervals = false, documents = false;
+  double scale = 0.3, softcap = 0, dropout = -1;
+  bool weights = false;
+};
+
+struct Inputs {
+  Strided q, k, v, bias;
+  std::vector<int64_t> begin, end, query_ids, key_ids;
+  std::vector<uint8_t> dense;
+  int64_t rng[2] = {3, 5};
+  mha::AttentionProblem p;
+};
+
+void make_mask(const Case& c, Random& random, Inputs& in) {
+  mha::Mask& m = in.p.mask;
+  m.band_lo = c.band_lo, m.band_hi = c.band_hi;
+  if (c.intervals) {
+    for (int64_t n = 0; n < c.B * c.Sq; ++n) {
+      in.begin.push_back(random.below(c.Sk + 4) / 2 - 2);
+      in.end.push_back(c.Sk + 2 - random.below(c.Sk + 4) / 2);
+      if (random.chance(5)) in.end.back() = -1;
+    }
+    m.begin = in.begin.data(), m.begin_stride_b = c.Sq, m.begin_stride_q = 1;
+    m.end = in.end.data(), m.end_stride_b = c.Sq, m.end_stride_q = random.chance(50);
+  }
+  if (c.documents) {
+    for (int64_t n = 0; n < c.Sq; ++n) in.query_ids.push_back(n * 3 / c.Sq);
+    for (int64_t n = 0; n < c.B * c.Sk; ++n) in.key_ids.push_back(n % c.Sk * 4 / c.Sk);
+    m.query_ids = in.query_ids.data(), m.key_ids = in.key_ids.data(), m.key_ids_stride_b = c.Sk;
+  }
+  if (c.dense != kNone) {
+    const int64_t sizes[4] = {c.B, c.H, c.Sq, c.Sk};
+    int64_t* const strides[4] = {&m.dense_stride_b, &m.dense_stride_h, &m.dense_stride_q, &m.dense_stride_k};
+    int64_t size = 1;
+    for (int a = 3; a >= 0; --a) {
+      *strides[a] = c.dense >> a & 1 ? 0 : size;
+      if (*strides[a]) size *= sizes[a];
+    }
+    for (int64_t n = 0; n < size; ++n) in.dense.push_back(uint8_t(random.chance(60) * 2));
+    m.dense = in.dense.data();
+  }
+}
+
+// NaN and infinity in the keys and values that no query sees, and in the bias of hidden pairs.
+void poison_hidden(const Case& c, Inputs& in) {
+  naive::Array4 seen(c.B, c.Hk, c.Sk, 1);
+  naive::for_each(naive::Array4(c.B, c.H, c.Sq, c.Sk), [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (naive::visible(in.p.mask, b, h, i, j))
+      seen(b, h / (c.H / c.Hk), j, 0) = 1;
+    else if (c.bias == 0)
+      in.bias.set(b, h, i, j, (i + j) % 2 ? kNaN : kInf);
+  });
+  naive::for_each(seen, [&](int64_t b, int64_t h, int64_t j, int64_t) {
+    if (seen(b, h, j, 0) != 0) return;
+    for (int64_t d = 0; d < c.D; ++d) in.k.set(b, h, j, d, j % 2 ? kNaN : kInf);
+    for (int64_t d = 0; d < c.Dv; ++d) in.v.set(b, h, j, d, j % 3 ? kNaN : -kInf);
+  });
+}
+
+void make_inputs(const Case& c, DType t, uint64_t seed, Inputs& in) {
+  Random random{seed};
+  const Layout layout = c.heads_inside ? kHeadsInside : Layout{{0, 1, 2, 3}, 1, 1};
+  in.q = random_tensor(t, c.B, c.H, c.Sq, c.D, random, layout);
+  in.k = random_tensor(t, c.B, c.Hk, c.Sk, c.D, random, layout);
+  in.v = random_tensor(t, c.B, c.Hk, c.Sk, c.Dv, random, layout);
+  mha::AttentionProblem& p = in.p;
+  p.B = c.B, p.H = c.H, p.Hk = c.Hk, p.Sq = c.Sq, p.Sk = c.Sk, p.D = c.D, p.Dv = c.Dv, p.dtype = t;
+  p.q = in.q.t, p.k = in.k.t, p.v = in.v.t, p.scale = c.scale, p.softcap = c.softcap;
+  if (c.dropout >= 0) p.dropout = {c.dropout, in.rng};
+  if (c.bias != kNone) {
+    p.bias_dtype = c.wide_bias ? mha::accumulate_type(t) : t;
+    in.bias = random_tensor(p.bias_dtype, c.B, c.H, c.Sq, c.Sk, random, c.bias_transposed ? kTransposed : kContiguous,
+                            c.bias);
+    p.bias = in.bias.t;
+  }
+  make_mask(c, random, in);
+  poison_hidden(c, in);
+}
+
+struct Results {
+  Strided out, lse, weights;
+};
+
+template <class Kernel>
+Results run(const Case& c, const Inputs& in, Kernel kernel) {
+  const DType t = in.p.dtype;
+  Results r{Strided(t, c.B, c.H, c.Sq, c.Dv, {{0, 2, 1, 3}, 1, 1}), Strided(mha::accumulate_type(t), c.B, c.H, c.Sq, 1),
+            Strided()};
+  mha::AttentionForward p;
+  static_cast<mha::AttentionProblem&>(p) = in.p;
+  p.out = r.out.t, p.lse = r.lse.t.data;
+  if (c.weights) {
+    r.weights = Strided(t, c.B, c.H, c.Sq, c.Sk);
+    p.weights = r.weights.t;
+  }
+  kernel(p);
+  return r;
+}
+
+std::string text(const Kernels& k, const Case& c, DType t) {
+  char s[400];
+  std::snprintf(
+      s, sizeof s,
+      "%s attention_fwd %s B%d H%d/%d S%d/%d D%d/%d %s, bias %d%s%s, dense %d, band %lld..%lld, intervals %d, "
+      "documents %d, scale %g, softcap %g, dropout %g: ",
+      k.isa, name_of(t), int(c.B), int(c.H), int(c.Hk), int(c.Sq), int(c.Sk), int(c.D), int(c.Dv),
+      c.heads_inside ? "[B,S,H,D]" : "[B,H,S,D]", c.bias, c.wide_bias ? " wide" : "",
+      c.bias_transposed ? " transposed" : "", c.dense, static_cast<long long>(c.band_lo),
+      static_cast<long long>(c.band_hi), c.intervals, c.documents, c.scale, c.softcap, c.dropout);
+  return s;
+}
+
+void check_case(const Case& c, DType t, uint64_t seed) {
+  Inputs in;
+  make_inputs(c, t, seed, in);
+  const Results want = run(c, in, naive::attention_fwd);
+  const double u = rounding(t), accumulate = rounding(mha::accumulate_type(t));
+  // Products of inputs below 1: a score is below |scale| * D, its sum rounds D times; then a few more roundings of the
+  // logit. exp makes of the logit's error the relative error of a weight; half types may also round the weight.
+  const double logit = std::fabs(c.scale) * double(c.D) + 1;
+  const double weight =
+      (4 * logit + std::fabs(c.scale) * double(c.D * c.D) + 16) * accumulate + (u > accumulate ? u : 0);
+  const double kept = c.dropout > 0 && c.dropout < 1 ? 1 / (1 - c.dropout) : 1;
+  const double sum = kept * (2 * weight + double(c.Sk) * accumulate);
+  for (const Kernels* k : every_isa()) {
+    auto with = [&](int count) {
+      return run(c, in, [&](const mha::AttentionForward& p) {
+        Workspace space(k->attention_fwd_workspace(p, count));
+        k->attention_fwd(p, threads(count), space.data.get());
+      });
+    };
+    const Results got = with(1);
+    const std::string what = text(*k, c, t);
+    compare(got.out, want.out, [&](double y) { return sum + 2 * u * y + least_step(t); }, what + "out");
+    compare(got.lse, want.lse, [&](double y) { return weight + 2 * accumulate * (y + double(c.Sk)); }, what + "lse");
+    if (c.weights)
+      compare(
+          got.weights, want.weights, [&](double y) { return y * (2 * weight + 2 * u) + least_step(t); },
+          what + "weights");
+    for (const int count : {2, 3}) {
+      const Results other = with(count);
+      check(got.out.bytes() == other.out.bytes() && got.lse.bytes() == other.lse.bytes() &&
+                got.weights.bytes() == other.weights.bytes(),
+            what + "other bits with " + std::to_string(count) + " threads");
+    }
+  }
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const int64_t sizes[][4] = {{1, 1, 1, 1},    {1, 300, 64, 64}, {31, 33, 3, 5},    {64, 64, 8, 10}, {65, 129, 32, 32},
+                              {2, 63, 257, 1}, {127, 70, 59, 9}, {5, 1000, 16, 80}, {70, 6, 1, 33}};
+  for (const auto& s : sizes)
+    for (const bool inside : {false, true})
+      all.push_back(
+          {.B = 1 + inside, .Sq = s[0], .Sk = s[1], .D = s[2], .Dv = s[3], .heads_inside = inside, .weights = inside});
+  for (int axes = 0; axes < 16; axes += 3) {
+    all.push_back({.B = 2, .Sq = 20, .Sk = 40, .bias = axes, .wide_bias = axes % 2 == 0});
+    all.push_back({.B = 2, .Sq = 20, .Sk = 70, .dense = axes, .weights = true});
+  }
+  all.push_back({.bias = 0, .bias_transposed = true});
+  for (const int64_t shift : {-40, -3, 0, 32, 70}) all.push_back({.band_hi = shift, .weights = true});
+  all.push_back({.Sq = 130, .Sk = 130, .band_lo = -20, .band_hi = 5});
+  all.push_back({.B = 3, .intervals = true, .weights = true});
+  all.push_back({.B = 2, .Sq = 100, .Sk = 90, .documents = true});
+  all.push_back({.B = 2,
+                 .H = 6,
+                 .bias = 1,
+                 .dense = 2,
+                 .band_hi = 40,
+                 .intervals = true,
+                 .documents = true,
+                 .softcap = 2,
+                 .dropout = 0.2,
+                 .weights = true});
+  all.push_back({.H = 4, .Hk = 1, .Sq = 1, .Sk = 200});
+  all.push_back({.H = 6, .Hk = 3, .Sq = 7, .bias = 0});
+  for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.Sk = 131, .dropout = dropout, .weights = true});
+  for (const double scale : {0.0, -0.5, 3.0}) all.push_back({.scale = scale});
+  all.push_back({.scale = 2, .softcap = 1.5});
+  for (int d = 0; d < 6; ++d)
+    all.push_back({.B = d != 0,
+                   .H = d == 1 ? 0 : 2,
+                   .Hk = d == 1 ? 0 : 2,
+                   .Sq = d == 2 ? 0 : 3,
+                   .Sk = d == 3 ? 0 : 4,
+                   .D = d == 4 ? 0 : 8,
+                   .Dv = d == 5 ? 0 : 8,
+                   .weights = true});
+  return all;
+}
+
+}  // namespace
+
+int main() {
+  uint64_t seed = 1;
+  for (const Case& c : cases())
+    for (const DType t : kDtypes) check_case(c, t, ++seed);
+  return finish();
+}
