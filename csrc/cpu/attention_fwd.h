@@ -1,5 +1,6 @@
-// Attention forward, blocked: a block of queries lies in vector lanes, visits its key tiles, and keeps a running maximum and
-// sum per lane. Per tile: S^T[j][q] = sum_d K[j][d] Q^T[d][q]; softmax down the columns; O^T[d][q] += sum_j V[j][d] P^T[j][q].
+// Attention forward, blocked: a block of queries lies in vector lanes, visits its key tiles, and keeps a running
+// maximum and sum per lane. Per tile:
+//   S^T[j][q] = sum_d K[j][d] Q^T[d][q];   softmax down the columns;   O^T[d][q] += sum_j V[j][d] P^T[j][q]
 #pragma once
 
 #include "operands.h"
@@ -10,8 +11,8 @@
 
 MHA_ISA_BEGIN
 
-// How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query heads
-// of a key/value head, so that its keys and values are read once.
+// How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query
+// heads of a key/value head, so that its keys and values are read once.
 struct ForwardPlan {
   int64_t lists, heads_per_list, rows_per_list, block_rows, blocks_per_list, tasks;
 
@@ -32,14 +33,14 @@ struct ForwardScratch {
   using T = typename Product<Unit>::Acc;
   RowBlock* block;
   TileMask<T>* mask;
-  T *row_max, *row_sum, *rescale;    // [kMaxRows]
-  uint32_t *batch_head, *query;      // [kMaxRows]
-  Unit* q;                           // [units(D)][kMaxRows]
-  Unit *k, *v;                       // a tile of keys, of values
-  T* score;                          // [kMaxKeys][kMaxRows]
-  T *bias, *multiplier;              // [kMaxKeys][kMaxRows]
-  Unit* weight;                      // [units(kMaxKeys)][kMaxRows]
-  T* out;                            // [Dv][kMaxRows]
+  T *row_max, *row_sum, *rescale;  // [kMaxRows]
+  uint32_t *batch_head, *query;    // [kMaxRows]
+  Unit* q;                         // [units(D)][kMaxRows]
+  Unit *k, *v;                     // a tile of keys, of values
+  T* score;                        // [kMaxKeys][kMaxRows]
+  T *bias, *multiplier;            // [kMaxKeys][kMaxRows]
+  Unit* weight;                    // [units(kMaxKeys)][kMaxRows]
+  T* out;                          // [Dv][kMaxRows]
   std::size_t bytes;
 
   ForwardScratch(const AttentionForward& p, void* base) {
@@ -264,27 +265,16 @@ struct ForwardBlock {
 
 template <class Unit, int Degree>
 inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
-  struct Context {
-    const AttentionForward& p;
-    const ForwardPlan plan;
-    char* workspace;
-    std::size_t bytes;
-    std::atomic<int64_t> next{0};
-  } context{p, ForwardPlan(p), static_cast<char*>(workspace), ForwardScratch<Unit>(p, nullptr).bytes};
-  if (context.plan.tasks == 0) return;
-  auto body = [](void* opaque, int thread) {
-    Context& c = *static_cast<Context*>(opaque);
-    const ForwardPlan& plan = c.plan;
-    ForwardBlock<Unit, Degree> block(c.p, c.workspace + std::size_t(thread) * c.bytes);
-    for (int64_t task; (task = c.next.fetch_add(1, std::memory_order_relaxed)) < plan.tasks;) {
-      const int64_t list = task / plan.blocks_per_list, lists_per_batch = plan.lists / c.p.B;
-      // The last queries first: under a causal mask they see the most keys.
-      const int64_t first = (plan.blocks_per_list - 1 - task % plan.blocks_per_list) * plan.block_rows;
-      block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
-                int(min64(plan.block_rows, plan.rows_per_list - first)));
-    }
-  };
-  threads.run(int(min64(threads.count, context.plan.tasks)), body, &context);
+  const ForwardPlan plan(p);
+  const std::size_t bytes = ForwardScratch<Unit>(p, nullptr).bytes;
+  for_each_task(threads, plan.tasks, [&](int64_t task, int thread) {
+    const int64_t list = task / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
+    // The last queries first: under a causal mask they see the most keys.
+    const int64_t first = (plan.blocks_per_list - 1 - task % plan.blocks_per_list) * plan.block_rows;
+    ForwardBlock<Unit, Degree> block(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes);
+    block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
+              int(min64(plan.block_rows, plan.rows_per_list - first)));
+  });
 }
 
 // Half types compute in float; their results are rounded so coarsely that a shorter polynomial does.
@@ -298,8 +288,8 @@ inline void attention_fwd(const AttentionForward& p, const Threads& threads, voi
 }
 
 inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {
-  std::size_t bytes = p.dtype == DType::f64 ? ForwardScratch<double>(p, nullptr).bytes
-                                            : ForwardScratch<float>(p, nullptr).bytes;
+  std::size_t bytes =
+      p.dtype == DType::f64 ? ForwardScratch<double>(p, nullptr).bytes : ForwardScratch<float>(p, nullptr).bytes;
 #ifdef MHA_HAS_BF16_DOT
   if (p.dtype == DType::bf16) bytes = ForwardScratch<Pair>(p, nullptr).bytes;
 #endif

@@ -1,5 +1,5 @@
-// The one matrix product: C[m][n] (+)= sum_k A(m,k) * B[k][n]. Elements of A are read one by one through two strides and
-// broadcast, so that A is used as it lies in memory, transposed or not; rows of B and C are contiguous in n.
+// The one matrix product: C[m][n] (+)= sum_k A(m,k) * B[k][n]. Elements of A are read one by one through two strides
+// and broadcast, so that A is used as it lies in memory, transposed or not; rows of B and C are contiguous in n.
 //
 // Unit is float, double, or Pair: two bf16 neighbours in k, multiplied and added to a float in one step.
 #pragma once

@@ -36,7 +36,7 @@ struct f16 {
 
 // Kernel code lives in a namespace of its ISA, and unnamed: the same templates compiled for two ISAs never meet in the
 // linker, and an ISA file exports nothing but its kernels_<isa>().
-#define MHA_ISA_BEGIN             \
+#define MHA_ISA_BEGIN              \
   namespace mha::cpu::MHA_ISA_NS { \
   namespace {
 #define MHA_ISA_END \

@@ -5,8 +5,8 @@ MHA_ISA_BEGIN
 
 constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
 
-// 2^x for x <= 127; exactly 1 at 0, exactly 0 at -inf, NaN at NaN. Degree 5: about 1 ulp of float; 4: 3e-6 relative, ample
-// where the result is rounded to a half type.
+// 2^x for x <= 127; exactly 1 at 0, exactly 0 at -inf, NaN at NaN. Degree 5: about 1 ulp of float; 4: 3e-6 relative,
+// ample where the result is rounded to a half type.
 template <int Degree>
 MHA_INLINE VecF exp2(VecF x) {
   x = max(set1(-160.0f), x);

@@ -1,5 +1,5 @@
-// The operands of the products, tile by tile, in the layout that gemm wants for a compute unit: float, double, or pairs of
-// bf16. What already lies right in memory is used in place.
+// The operands of the products, tile by tile, in the layout that gemm wants for a compute unit: float, double, or pairs
+// of bf16. What already lies right in memory is used in place.
 #pragma once
 
 #include "gemm.h"
@@ -42,8 +42,7 @@ inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride,
 
 // Rows of a tensor (values) as A(m = column, k = row); scratch holds units(rows) * cols.
 template <class Unit>
-inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols,
-                                       Unit* scratch) {
+inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
   if constexpr (std::is_same_v<Unit, Pair>) {
     const bf16* row = static_cast<const bf16*>(src);
     for (int r = 0; r < rows; r += 2, row += 2 * stride) {

@@ -36,9 +36,7 @@ inline void copy_rows(T* dst, int64_t ld, const S* src, int64_t stride, int rows
 }
 template <class T>
 inline void copy_rows(T* dst, int64_t ld, const void* src, DType type, int64_t stride, int rows, int cols) {
-  with_storage<T>(type, [&](auto* s) {
-    copy_rows(dst, ld, static_cast<decltype(s)>(src), stride, rows, cols);
-  });
+  with_storage<T>(type, [&](auto* s) { copy_rows(dst, ld, static_cast<decltype(s)>(src), stride, rows, cols); });
 }
 
 // One L x L block, through memory; an ISA may overload this with something better.
@@ -75,11 +73,8 @@ inline void transpose_rows(T* dst, int64_t ld, const S* src, const int64_t* offs
   }
 }
 template <class T>
-inline void transpose_rows(T* dst, int64_t ld, const void* src, DType type, const int64_t* offset, int rows,
-                           int cols) {
-  with_storage<T>(type, [&](auto* s) {
-    transpose_rows(dst, ld, static_cast<decltype(s)>(src), offset, rows, cols);
-  });
+inline void transpose_rows(T* dst, int64_t ld, const void* src, DType type, const int64_t* offset, int rows, int cols) {
+  with_storage<T>(type, [&](auto* s) { transpose_rows(dst, ld, static_cast<decltype(s)>(src), offset, rows, cols); });
 }
 
 // dst[offset[r] + c] = src[c][r], for whole vectors of lanes in src.

@@ -25,8 +25,8 @@ MHA_INLINE PhiloxWords philox(VecU c0, VecU c1, VecU c2, VecU c3, uint32_t k0, u
   return {{c0, c1, c2, c3}};
 }
 
-// multiplier[j][r] = 1 / (1 - p) where dropout keeps the weight of key first_key + j for row r, else 0. Row r stands for
-// query[r] of batch_head[r] = b * H + h. Whole vectors of rows are written (kMaxRows of each input are readable).
+// multiplier[j][r] = 1 / (1 - p) where dropout keeps the weight of key first_key + j for row r, else 0. Row r stands
+// for query[r] of batch_head[r] = b * H + h. Whole vectors of rows are written (kMaxRows of each input are readable).
 template <class T>
 inline void dropout_multipliers(T* multiplier, int64_t ld, const Dropout& dropout, const uint32_t* batch_head,
                                 const uint32_t* query, int rows, int64_t first_key, int keys) {

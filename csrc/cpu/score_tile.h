@@ -1,5 +1,5 @@
-// From products q.k to the scores that softmax sees, on a tile [key][row] with one row (query) per lane: scale, soft cap,
-// bias, mask. Forward and backward share it.
+// From products q.k to the scores that softmax sees, on a tile [key][row] with one row (query) per lane: scale, soft
+// cap, bias, mask. Forward and backward share it.
 #pragma once
 
 #include "math.h"

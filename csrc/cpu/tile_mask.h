@@ -19,8 +19,8 @@ struct RowBlock {
 };
 
 // The rows first .. first + rows of the flat list (head, query) that starts at first_head.
-inline void set_rows(RowBlock* block, const Mask& mask, int64_t b, int64_t first_head, int64_t first, int rows, int64_t Sq,
-                     int64_t Sk) {
+inline void set_rows(RowBlock* block, const Mask& mask, int64_t b, int64_t first_head, int64_t first, int rows,
+                     int64_t Sq, int64_t Sk) {
   block->b = b;
   block->rows = rows;
   block->any_begin = Sk, block->any_end = 0;
@@ -46,8 +46,8 @@ enum class TileKind { none, all, some };
 
 template <class T>
 struct TileMask {
-  T lo[kMaxRows], hi[kMaxRows];          // row r sees the keys lo[r] <= j < hi[r], counted from the tile's first
-  bool test_bytes;                       // whether byte[j][r] != 0 is asked too
+  T lo[kMaxRows], hi[kMaxRows];  // row r sees the keys lo[r] <= j < hi[r], counted from the tile's first
+  bool test_bytes;               // whether byte[j][r] != 0 is asked too
   uint8_t byte[kMaxKeys * kMaxRows];
 
   VecMask<T> visible(int j, int r) const {

@@ -3,16 +3,17 @@
 
 MHA_ISA_BEGIN
 
-// Rows (queries) of a block lie in vector lanes. 64 floats are four 512-bit vectors, the width of the widest gemm tile, so
-// that each key or value element is broadcast once per block.
+// Rows (queries) of a block lie in vector lanes. 64 floats are four 512-bit vectors, the width of the widest gemm tile,
+// so that each key or value element is broadcast once per block.
 constexpr int kMaxRows = 64;
 
-// Keys of a tile. The scores of one tile (64 x 64 floats = 16 KB) stay in the first-level cache between the two products,
-// while each visit of the output (rescale, load, store) is spread over 64 keys.
+// Keys of a tile. The scores of one tile (64 x 64 floats = 16 KB) stay in the first-level cache between the two
+// products, while each visit of the output (rescale, load, store) is spread over 64 keys.
 constexpr int kMaxKeys = 64;
 
-// The register tile of gemm: kTileRows x kTileVecs accumulators, kTileVecs vectors of B and a broadcast of A must fit the
-// registers (6 * 4 + 4 + 1 <= 32, 6 * 2 + 2 + 1 <= 16), and enough sums must be in flight to hide the latency of fma.
+// The register tile of gemm: kTileRows x kTileVecs accumulators, kTileVecs vectors of B and a broadcast of A must fit
+// the registers (6 * 4 + 4 + 1 <= 32, 6 * 2 + 2 + 1 <= 16), and enough sums must be in flight to hide the latency of
+// fma.
 constexpr int kTileVecs = kVecRegisters >= 32 ? 4 : 2;
 constexpr int kTileRows = 6;
 

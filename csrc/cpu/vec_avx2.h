@@ -142,9 +142,7 @@ MHA_INLINE void store_half_bits(Half* p, __m128i x, int n) {
   _mm_store_si128(reinterpret_cast<__m128i*>(bits), x);
   std::memcpy(p, bits, 2 * size_t(n < 8 ? n : 8));
 }
-MHA_INLINE VecF widen_bf16(__m128i x) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16))};
-}
+MHA_INLINE VecF widen_bf16(__m128i x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16))}; }
 MHA_INLINE __m128i narrow_bf16(VecF a) {
   __m256i x = _mm256_castps_si256(a.v);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));

@@ -88,7 +88,8 @@ MHA_INLINE void transpose_block(VecF* x) {
   }
   // Now quarter c of b[4 * g + r] holds column 4 * c + r of rows 4 * g .. 4 * g + 3.
   for (int r = 0; r < 4; ++r) {
-    const __m512 low01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0x88), high01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0xDD);
+    const __m512 low01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0x88),
+                 high01 = _mm512_shuffle_f32x4(b[r], b[4 + r], 0xDD);
     const __m512 low23 = _mm512_shuffle_f32x4(b[8 + r], b[12 + r], 0x88);
     const __m512 high23 = _mm512_shuffle_f32x4(b[8 + r], b[12 + r], 0xDD);
     x[r].v = _mm512_shuffle_f32x4(low01, low23, 0x88);
@@ -132,9 +133,7 @@ MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<double>*
 }
 
 // ---- half storage
-MHA_INLINE VecF widen_bf16(__m256i x) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
-}
+MHA_INLINE VecF widen_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
 MHA_INLINE __m256i narrow_bf16(VecF a) {
 #ifdef MHA_HAS_BF16_DOT
   return __m256i(_mm512_cvtneps_pbh(a.v));
@@ -185,9 +184,7 @@ struct VecPair {
   static constexpr int lanes = 16;
   __m512i v;
 };
-MHA_INLINE VecF dot(VecPair a, VecPair b, VecF c) {
-  return {_mm512_dpbf16_ps(c.v, __m512bh(a.v), __m512bh(b.v))};
-}
+MHA_INLINE VecF dot(VecPair a, VecPair b, VecF c) { return {_mm512_dpbf16_ps(c.v, __m512bh(a.v), __m512bh(b.v))}; }
 // Lane l holds even[l] and odd[l], rounded to nearest even.
 MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {
   __m512i both = __m512i(_mm512_cvtne2ps_pbh(odd.v, even.v));

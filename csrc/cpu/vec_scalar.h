@@ -41,59 +41,59 @@ constexpr int kVecRegisters = 16;
 MHA_INLINE VecF set1(float x) { return {Float4{x, x, x, x}}; }
 MHA_INLINE VecD set1(double x) { return {Double2{x, x}}; }
 
-#define MHA_VEC_OPS(T, V)                                                                        \
-  MHA_INLINE Vec<T> load(const T* p) {                                                           \
-    Vec<T> a;                                                                                    \
-    std::memcpy(&a.v, p, sizeof(a.v));                                                           \
-    return a;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE void store(T* p, Vec<T> a) { std::memcpy(p, &a.v, sizeof(a.v)); }                   \
-  MHA_INLINE Vec<T> load_n(const T* p, int n) {                                                  \
-    Vec<T> a = set1(T(0));                                                                       \
-    for (int l = 0; l < Vec<T>::lanes && l < n; ++l) a.v[l] = p[l];                              \
-    return a;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE void store_n(T* p, Vec<T> a, int n) {                                               \
-    for (int l = 0; l < Vec<T>::lanes && l < n; ++l) p[l] = a.v[l];                              \
-  }                                                                                              \
-  MHA_INLINE Vec<T> operator+(Vec<T> a, Vec<T> b) { return {a.v + b.v}; }                        \
-  MHA_INLINE Vec<T> operator-(Vec<T> a, Vec<T> b) { return {a.v - b.v}; }                        \
-  MHA_INLINE Vec<T> operator*(Vec<T> a, Vec<T> b) { return {a.v * b.v}; }                        \
-  MHA_INLINE Vec<T> operator/(Vec<T> a, Vec<T> b) { return {a.v / b.v}; }                        \
-  MHA_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) { return {a.v * b.v + c.v}; }              \
-  MHA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) { return {a.v > b.v ? a.v : b.v}; }                  \
-  MHA_INLINE Vec<T> min(Vec<T> a, Vec<T> b) { return {a.v < b.v ? a.v : b.v}; }                  \
-  MHA_INLINE Vec<T> abs(Vec<T> a) { return {a.v < T(0) ? -a.v : a.v}; }                          \
-  MHA_INLINE VecMask<T> less(Vec<T> a, Vec<T> b) { return {a.v < b.v}; }                         \
-  MHA_INLINE VecMask<T> less_equal(Vec<T> a, Vec<T> b) { return {a.v <= b.v}; }                  \
-  MHA_INLINE VecMask<T> equal(Vec<T> a, Vec<T> b) { return {a.v == b.v}; }                       \
-  MHA_INLINE VecMask<T> operator&(VecMask<T> a, VecMask<T> b) { return {a.m & b.m}; }            \
-  MHA_INLINE Vec<T> select(VecMask<T> m, Vec<T> a, Vec<T> b) { return {m.m ? a.v : b.v}; }       \
-  MHA_INLINE bool any(VecMask<T> a) {                                                            \
-    bool r = false;                                                                              \
-    for (int l = 0; l < Vec<T>::lanes; ++l) r |= a.m[l] != 0;                                    \
-    return r;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE bool all(VecMask<T> a) {                                                            \
-    bool r = true;                                                                               \
-    for (int l = 0; l < Vec<T>::lanes; ++l) r &= a.m[l] != 0;                                    \
-    return r;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE T reduce_add(Vec<T> a) {                                                            \
-    T r = a.v[0];                                                                                \
-    for (int l = 1; l < Vec<T>::lanes; ++l) r += a.v[l];                                         \
-    return r;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE T reduce_max(Vec<T> a) {                                                            \
-    T r = a.v[0];                                                                                \
-    for (int l = 1; l < Vec<T>::lanes; ++l) r = a.v[l] > r ? a.v[l] : r;                         \
-    return r;                                                                                    \
-  }                                                                                              \
-  MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<T>* m) {                               \
-    for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = p[l] ? -1 : 0;                             \
-  }                                                                                              \
-  MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<T>* m) {               \
-    for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = a[l] >= threshold ? -1 : 0;                \
+#define MHA_VEC_OPS(T, V)                                                                  \
+  MHA_INLINE Vec<T> load(const T* p) {                                                     \
+    Vec<T> a;                                                                              \
+    std::memcpy(&a.v, p, sizeof(a.v));                                                     \
+    return a;                                                                              \
+  }                                                                                        \
+  MHA_INLINE void store(T* p, Vec<T> a) { std::memcpy(p, &a.v, sizeof(a.v)); }             \
+  MHA_INLINE Vec<T> load_n(const T* p, int n) {                                            \
+    Vec<T> a = set1(T(0));                                                                 \
+    for (int l = 0; l < Vec<T>::lanes && l < n; ++l) a.v[l] = p[l];                        \
+    return a;                                                                              \
+  }                                                                                        \
+  MHA_INLINE void store_n(T* p, Vec<T> a, int n) {                                         \
+    for (int l = 0; l < Vec<T>::lanes && l < n; ++l) p[l] = a.v[l];                        \
+  }                                                                                        \
+  MHA_INLINE Vec<T> operator+(Vec<T> a, Vec<T> b) { return {a.v + b.v}; }                  \
+  MHA_INLINE Vec<T> operator-(Vec<T> a, Vec<T> b) { return {a.v - b.v}; }                  \
+  MHA_INLINE Vec<T> operator*(Vec<T> a, Vec<T> b) { return {a.v * b.v}; }                  \
+  MHA_INLINE Vec<T> operator/(Vec<T> a, Vec<T> b) { return {a.v / b.v}; }                  \
+  MHA_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) { return {a.v * b.v + c.v}; }        \
+  MHA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) { return {a.v > b.v ? a.v : b.v}; }            \
+  MHA_INLINE Vec<T> min(Vec<T> a, Vec<T> b) { return {a.v < b.v ? a.v : b.v}; }            \
+  MHA_INLINE Vec<T> abs(Vec<T> a) { return {a.v < T(0) ? -a.v : a.v}; }                    \
+  MHA_INLINE VecMask<T> less(Vec<T> a, Vec<T> b) { return {a.v < b.v}; }                   \
+  MHA_INLINE VecMask<T> less_equal(Vec<T> a, Vec<T> b) { return {a.v <= b.v}; }            \
+  MHA_INLINE VecMask<T> equal(Vec<T> a, Vec<T> b) { return {a.v == b.v}; }                 \
+  MHA_INLINE VecMask<T> operator&(VecMask<T> a, VecMask<T> b) { return {a.m & b.m}; }      \
+  MHA_INLINE Vec<T> select(VecMask<T> m, Vec<T> a, Vec<T> b) { return {m.m ? a.v : b.v}; } \
+  MHA_INLINE bool any(VecMask<T> a) {                                                      \
+    bool r = false;                                                                        \
+    for (int l = 0; l < Vec<T>::lanes; ++l) r |= a.m[l] != 0;                              \
+    return r;                                                                              \
+  }                                                                                        \
+  MHA_INLINE bool all(VecMask<T> a) {                                                      \
+    bool r = true;                                                                         \
+    for (int l = 0; l < Vec<T>::lanes; ++l) r &= a.m[l] != 0;                              \
+    return r;                                                                              \
+  }                                                                                        \
+  MHA_INLINE T reduce_add(Vec<T> a) {                                                      \
+    T r = a.v[0];                                                                          \
+    for (int l = 1; l < Vec<T>::lanes; ++l) r += a.v[l];                                   \
+    return r;                                                                              \
+  }                                                                                        \
+  MHA_INLINE T reduce_max(Vec<T> a) {                                                      \
+    T r = a.v[0];                                                                          \
+    for (int l = 1; l < Vec<T>::lanes; ++l) r = a.v[l] > r ? a.v[l] : r;                   \
+    return r;                                                                              \
+  }                                                                                        \
+  MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<T>* m) {                         \
+    for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = p[l] ? -1 : 0;                       \
+  }                                                                                        \
+  MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<T>* m) {         \
+    for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = a[l] >= threshold ? -1 : 0;          \
   }
 MHA_VEC_OPS(float, Float4)
 MHA_VEC_OPS(double, Double2)
