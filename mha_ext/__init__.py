@@ -1,6 +1,6 @@
 """Multi-head attention for PyTorch: kernels with any mask and bias, forward and backward, in O(S) memory."""
 
-from . import masks, reference
+from . import masks, nn, reference
 from ._ops import build_info
 from .functional import (
     attention,
@@ -19,6 +19,7 @@ __all__ = [
     "masked_softmax",
     "masks",
     "merge_heads",
+    "nn",
     "reference",
     "scaled_dot_product_attention",
     "split_heads",

@@ -32,8 +32,8 @@ def attention(
 ):
     """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
 
-    Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017), grouped key/value heads to Ainslie
-    et al. ("GQA", 2023); the blocked algorithm to Dao et al. ("FlashAttention", 2022).
+    Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017), grouped heads to Ainslie et al.
+    ("GQA", 2023), the blocked algorithm to Dao et al. ("FlashAttention", 2022).
 
     Args:
         q: queries [B,H,Sq,D]. Any strides; a last dimension that is not contiguous costs a copy. So for k and v.

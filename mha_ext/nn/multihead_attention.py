@@ -1,0 +1,175 @@
+"""torch.nn.MultiheadAttention on the kernels of this package."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import masks
+from .._checks import text
+from ..functional import attention
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """A drop-in for torch.nn.MultiheadAttention (Vaswani et al., "Attention is all you need", 2017).
+
+    Arguments, parameters, their initial values, state_dict, shapes and mask polarity (True = masked out) are torch's,
+    and so are outputs and gradients, in training and evaluation, with one difference: where every key of a query is
+    masked out, attention and its weights are 0 instead of NaN. Nothing of size L x S is stored unless need_weights or
+    a mask asks.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # torch's transformer layers, in evaluation, compute attention themselves from a module whose flag is true, with
+        # other results for fully masked rows; false sends them through forward().
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = flag
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As in torch.nn.MultiheadAttention.
+
+        Args:
+            query, key, value: (L,N,E), (S,N,kdim), (S,N,vdim); with batch_first (N,L,E), ...; unbatched (L,E), ...
+            key_padding_mask: (N,S), or (S) unbatched: bool (True = ignore the key) or floating-point (added).
+            need_weights: also return the weights, averaged over the heads if average_attn_weights.
+            attn_mask: (L,S) or (N*num_heads,L,S): bool (True = masked out) or floating-point (added).
+            is_causal: a hint that attn_mask is the causal mask; it needs attn_mask.
+
+        Returns:
+            The output in query's shape, and the weights (N,L,S) or (N,num_heads,L,S) (unbatched without N) or None.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: inputs that do not fit, in one sentence.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask)
+        batched = query.dim() == 3
+        self._check(query, key, value, key_padding_mask, attn_mask, is_causal)
+        batch_dim = 1 if not batched or not self.batch_first else 0
+        if not batched:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q, k, v = self._project(query, key, value, batch_dim)
+        mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
+        dropout = self.dropout if self.training else 0.0
+        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, return_weights=need_weights)
+        out, weights = out if need_weights else (out, None)
+        out = out.permute(2, 0, 1, 3) if batch_dim == 1 else out.transpose(1, 2)  # the order in which it lies in memory
+        out = self.out_proj(out.flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            out, weights = out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [N,num_heads,L or S,head_dim], as views of the projections where no key is added."""
+        weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is None:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+        elif query is key and key is value:
+            q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
+        elif key is value:
+            q = F.linear(query, weight[:E], None if bias is None else bias[:E])
+            k, v = F.linear(key, weight[E:], None if bias is None else bias[E:]).chunk(2, dim=-1)
+        else:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
+        length_dim = 1 - batch_dim
+        extra_k, extra_v = [], []
+        if self.bias_k is not None:
+            shape = (1, k.shape[1], E) if batch_dim == 1 else (k.shape[0], 1, E)
+            extra_k.append(self.bias_k.to(k.dtype).expand(shape))
+            extra_v.append(self.bias_v.to(v.dtype).expand(shape))
+        if self.add_zero_attn:
+            extra_k.append(torch.zeros_like(k.narrow(length_dim, 0, 1) if k.shape[length_dim] else k))
+            extra_v.append(torch.zeros_like(extra_k[-1]))
+        if extra_k:
+            k, v = torch.cat([k, *extra_k], dim=length_dim), torch.cat([v, *extra_v], dim=length_dim)
+        to_heads = (1, 2, 0, 3) if batch_dim == 1 else (0, 2, 1, 3)
+        return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).permute(to_heads) for x in (q, k, v))
+
+    def _mask_and_bias(self, q, k, key_padding_mask, attn_mask, trust_causal_hint):
+        """(mask, bias) as mha_ext.attention takes them. Keys that the module itself adds are visible to all."""
+        N, H, S = q.shape[0], self.num_heads, k.shape[2]
+        parts, biases = [], []
+        if trust_causal_hint and key_padding_mask is None:
+            # As torch without weights and padding: the hint stands for the mask, aligned at the top left.
+            return masks.Causal("top_left"), None
+        if attn_mask is not None:
+            attn_mask = self._for_added_keys(attn_mask, S)
+            shape = (1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else (N, H, *attn_mask.shape[1:])
+            (parts if attn_mask.dtype == torch.bool else biases).append(attn_mask.view(shape))
+        if key_padding_mask is not None:
+            key_padding_mask = self._for_added_keys(key_padding_mask, S)[:, None, None, :]
+            (parts if key_padding_mask.dtype == torch.bool else biases).append(key_padding_mask)
+        mask = None
+        for part in parts:
+            mask = masks.Dense(part.logical_not()) if mask is None else mask & masks.Dense(part.logical_not())
+        bias = None
+        for part in biases:
+            part = part.to(q.dtype) if q.dtype == torch.float64 else part.float()
+            bias = part if bias is None else bias + part
+        return mask, bias
+
+    @staticmethod
+    def _for_added_keys(mask: Tensor, S: int) -> Tensor:
+        added = S - mask.shape[-1]
+        return F.pad(mask, (0, added)) if added > 0 else mask  # with False, or 0
+
+    def _check(self, query, key, value, key_padding_mask, attn_mask, is_causal) -> None:
+        shapes = f"query, key, value have shapes {text(query.shape)}, {text(key.shape)}, {text(value.shape)}"
+        sizes = self.embed_dim, self.kdim, self.vdim
+        if query.dim() not in (2, 3) or not (query.dim() == key.dim() == value.dim()):
+            raise ValueError(f"{shapes}; accepted: all three of three dimensions, or of two without a batch.")
+        if (query.shape[-1], key.shape[-1], value.shape[-1]) != sizes:
+            raise ValueError(f"{shapes}; accepted: {sizes[0]}, {sizes[1]}, {sizes[2]} in the last dimension.")
+        batched, batch_dim = query.dim() == 3, 0 if self.batch_first else 1
+        if key.shape[:-1] != value.shape[:-1] or (batched and query.shape[batch_dim] != key.shape[batch_dim]):
+            raise ValueError(f"{shapes}; accepted: one batch size, and one length for key and value.")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal was given without attn_mask; it is a hint about attn_mask: pass that too.")
+        length_dim = 1 - batch_dim if batched else 0
+        N, L, S = query.shape[batch_dim] if batched else 1, query.shape[length_dim], key.shape[length_dim]
+        for name, mask, accepted in (
+            ("key_padding_mask", key_padding_mask, [(N, S)] if batched else [(S,)]),
+            ("attn_mask", attn_mask, [(L, S), (N * self.num_heads, L, S)]),
+        ):
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+                raise TypeError(f"{name} is {mask.dtype}; accepted: bool (True = masked out) or floating-point.")
+            if tuple(mask.shape) not in accepted:
+                raise ValueError(f"{name} has shape {text(mask.shape)}; accepted: {' or '.join(map(text, accepted))}.")
+
+    def _forward_nested(self, query, key, value, key_padding_mask, need_weights, attn_mask):
+        """torch.nn.TransformerEncoder turns padded batches into nested tensors in evaluation; this takes them back."""
+        if not (query is key and key is value and self.batch_first) or need_weights:
+            raise ValueError(
+                "nested tensors were given; accepted: self-attention with batch_first and no weights: pad."
+            )
+        if key_padding_mask is not None or attn_mask is not None:
+            raise ValueError("nested tensors and masks were given; accepted: one of them: pad the tensors.")
+        lengths = [x.shape[0] for x in query.unbind()]
+        x = query.to_padded_tensor(0.0)
+        padding = torch.arange(x.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
+        out, _ = self.forward(x, x, x, padding, need_weights=False)
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths)]), None

@@ -1,0 +1,179 @@
+"""Self- and cross-attention with the parts of today's models: grouped heads, rotary embedding, qk-norm, window."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .. import masks as m
+from ..functional import attention
+from .rope import RotaryEmbedding
+
+
+class _Attention(nn.Module):
+    """What SelfAttention and CrossAttention share: the head counts, the score options and the output projection."""
+
+    def __init__(
+        self, d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
+    ):  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if d_model < 1 or num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"d_model, num_heads, num_kv_heads are {d_model}, {num_heads}, {num_kv_heads}; accepted: positive "
+                "numbers, num_heads a multiple of num_kv_heads."
+            )
+        if head_dim is None and d_model % num_heads:
+            raise ValueError(
+                f"d_model {d_model} is no multiple of num_heads {num_heads}: change one, or give head_dim."
+            )
+        self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout is {dropout}; accepted: a probability in [0, 1].")
+        self.dropout, self.softcap, self.causal = dropout, softcap, causal
+        self.window = (window, window) if isinstance(window, int) else window
+        self._mask = self._own_mask()
+        self.out_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias, **factory)
+        self.q_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
+
+    def _own_mask(self) -> m.Mask | None:
+        if self.window is None:
+            return m.Causal() if self.causal else None
+        left, right = self.window
+        return m.Window(left, 0 if self.causal else right)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask, bias) -> Tensor:
+        """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]."""
+        if isinstance(mask, Tensor):
+            mask = m.Dense(mask)
+        if self._mask is not None:
+            mask = self._mask if mask is None else mask & self._mask
+        dropout = self.dropout if self.training else 0.0
+        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, softcap=self.softcap)
+        return self.out_proj(out.transpose(1, 2).flatten(2))  # a view: out lies in memory as [B,Sq,H,D]
+
+    def extra_repr(self) -> str:
+        text = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        for name in ("window", "causal", "dropout", "softcap"):
+            if getattr(self, name):
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+class SelfAttention(_Attention):
+    """Multi-head self-attention (Vaswani et al., 2017) with one packed projection; kernels read its parts in place.
+
+    Args:
+        d_model: size of inputs and outputs.
+        num_heads: number of query heads H.
+        num_kv_heads: number of key/value heads Hk; H must be a multiple (Ainslie et al., "GQA", 2023). Default H.
+        head_dim: head size; default d_model / num_heads.
+        bias: whether the projections have one.
+        rope: rotary position embedding (Su et al., "RoFormer", 2021; half-split convention, see RotaryEmbedding).
+        rope_base: its base.
+        qk_norm: RMSNorm over the head size on queries and keys, before the rotation (Henry et al., "Query-key
+            normalization for Transformers", 2020; here with RMSNorm).
+        window: see that many keys to the left and to the right (with causal: to the left), or a pair (left, right) of
+            which None means no limit (Beltagy et al., "Longformer", 2020).
+        causal: see no later position.
+        dropout: probability of dropping an attention weight while training.
+        softcap: c > 0 limits scores to c * tanh(score / c) (Gemma Team, "Gemma 2", 2024).
+        device, dtype: of the parameters.
+
+    Parameters: qkv_proj ((H + 2 Hk) * head_dim rows: all queries, then keys, then values), out_proj; q_norm and k_norm.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        rope: bool = False,
+        rope_base: float = 10000.0,
+        qk_norm: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        softcap: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        factory = {"device": device, "dtype": dtype}
+        super().__init__(
+            d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
+        )
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(d_model, rows, bias=bias, **factory)
+        self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
+
+    def forward(self, x: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
+        """x [B,S,d_model] -> [B,S,d_model].
+
+        mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window.
+
+        Raises:
+            ValueError, TypeError: x, mask or bias that do not fit, in one sentence with the fix.
+        """
+        _check_input(x, "x", self.d_model)
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B,H+2*Hk,S,D]
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q), self.rope(k)
+        return self._attend(q, k, v, mask, bias)
+
+
+class CrossAttention(_Attention):
+    """Multi-head attention of one sequence to another, with a packed key/value projection. Arguments: see SelfAttention.
+
+    Args:
+        context_dim: size of the context's features; default d_model.
+
+    Parameters: q_proj, kv_proj (2 Hk * head_dim rows: all keys, then values), out_proj; q_norm and k_norm.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        context_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        dropout: float = 0.0,
+        softcap: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        factory = {"device": device, "dtype": dtype}
+        super().__init__(
+            d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, False, dropout, softcap, factory
+        )
+        self.context_dim = d_model if context_dim is None else context_dim
+        self.q_proj = nn.Linear(d_model, self.num_heads * self.head_dim, bias=bias, **factory)
+        self.kv_proj = nn.Linear(self.context_dim, 2 * self.num_kv_heads * self.head_dim, bias=bias, **factory)
+
+    def forward(
+        self, x: Tensor, context: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """x [B,Sq,d_model], context [B,Sk,context_dim] -> [B,Sq,d_model]. mask, bias: as in mha_ext.attention."""
+        _check_input(x, "x", self.d_model)
+        _check_input(context, "context", self.context_dim)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self._attend(q, k, v, mask, bias)
+
+
+def _check_input(x: Tensor, name: str, size: int) -> None:
+    if x.dim() != 3 or x.shape[-1] != size:
+        raise ValueError(f"{name} has shape {list(x.shape)}; accepted: [B,S,{size}].")
