@@ -22,7 +22,7 @@ from rows import decode_rows, layout_rows, main_rows, small_rows
 from tqdm import tqdm
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", default="", help="run the rows whose name matches this expression")
     parser.add_argument("--full", action="store_true", help="more contenders, shapes and rounds; takes longer")
@@ -31,11 +31,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder for JSON and picture"
     )
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> int:
-    args = arguments()
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     makers = (main_rows, layout_rows, part_rows, small_rows, decode_rows, feature_rows)

@@ -1,8 +1,8 @@
 """The ways to compute attention that the benchmark compares, all as `(q, k, v, ...) -> out` on [B, H, S, D]."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F

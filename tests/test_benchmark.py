@@ -1,0 +1,66 @@
+"""The benchmark: a short run writes its table, JSON and picture; a wrong contender is called wrong, not timed."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    for module in ("tqdm", "rich", "matplotlib"):
+        pytest.importorskip(module)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_short_run_writes_table_json_and_picture(benchmark_module, tmp_path, capsys):
+    pattern = "small B8 H12 S16 D64 fp32 fwd$|split_heads .* fp32"
+    assert benchmark_module("compare").main(["--only", pattern, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("small B8 H12 S16 D64 fp32 fwd", "sdpa", "mha_ext", "GFLOP/s", "GB/s", torch.__version__):
+        assert text in printed
+    report = json.loads((tmp_path / "compare.json").read_text())
+    assert len(report["rows"]) == 2
+    assert report["machine"]["torch_threads"] == torch.get_num_threads()
+    assert all(rate > 0 for rate in report["peaks"].values())
+    for row in report["rows"]:
+        contenders = {c["contender"]: c for c in row["contenders"]}
+        base = contenders[row["baseline"]]
+        for c in contenders.values():
+            assert c["seconds"] > 0 and c["rounds"] >= 7 and c["fastest"] <= c["seconds"] <= c["slowest"]
+            assert math.isclose(c["speed"], base["seconds"] / c["seconds"])
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_contender_is_not_timed(benchmark_module):
+    measure = benchmark_module("measure")
+    x = torch.randn(64)
+    calls = {"right": lambda: x * 2, "wrong": lambda: x * 2.1, "nan": lambda: x / 0 * 0, "shape": lambda: x[:1]}
+    case = measure.Case(calls, "right", lambda: x + x)
+    timings = {t.contender: t for t in measure.measure(case)}
+    assert timings["right"].seconds > 0 and not timings["right"].note
+    assert math.isnan(timings["wrong"].seconds) and timings["wrong"].note == "wrong result"
+    for name in ("nan", "shape"):
+        assert math.isnan(timings[name].seconds) and timings[name].note
+
+
+def test_peak_memory_sees_every_allocation(benchmark_module):
+    measure = benchmark_module("measure")
+    if math.isnan(measure.peak_growth(lambda: None)):
+        pytest.skip("this system does not let a process reset its peak resident set")
+    size = 64 * 2**20
+    by_torch = measure.peak_growth(lambda: torch.ones(size, dtype=torch.uint8))
+    by_python = measure.peak_growth(lambda: bytearray(b"x" * 1024) * (size // 1024))
+    for growth in (by_torch, by_python):
+        assert 0.98 * size <= growth <= 1.25 * size  # the system counts pages in batches
+
+
+def test_unknown_row_is_a_sentence(benchmark_module, capsys):
+    assert benchmark_module("compare").main(["--only", "no such row"]) == 2
+    assert "--list" in capsys.readouterr().out
