@@ -2,6 +2,7 @@
 
 from . import masks, nn, reference
 from ._ops import build_info
+from .explain import Plan, explain
 from .functional import (
     attention,
     dropout_mask,
@@ -14,8 +15,10 @@ from .functional import (
 __version__ = build_info["version"]
 
 __all__ = [
+    "Plan",
     "attention",
     "dropout_mask",
+    "explain",
     "masked_softmax",
     "masks",
     "merge_heads",

@@ -24,6 +24,7 @@ except ImportError as error:
     ) from error
 
 build_info: dict = _C.build_info()
+cpu_isa, available_isas = _C.cpu_isa, _C.available_isas
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 
 _lib = torch.library.Library("mha_ext", "FRAGMENT")

@@ -60,6 +60,20 @@ def attention(
     Raises:
         ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
+    q, k, v, bias, args, scale = attention_arguments(
+        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
+    )
+    rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
+    out, lse, weights = _ops.attention_fwd(q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights)
+    if return_lse:
+        return (out, lse, weights) if return_weights else (out, lse)
+    return (out, weights) if return_weights else out
+
+
+def attention_arguments(
+    q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, masks.MaskArgs, float]:  # fmt: skip
+    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale)."""
     if sinks is not None or pre_mix is not None or post_mix is not None:
         raise _not_available(sinks=sinks, pre_mix=pre_mix, post_mix=post_mix)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
@@ -80,17 +94,12 @@ def attention(
     else:
         _checks.number("scale", scale)
     if dropout_p != 0.0:
-        rng_state = _rng_state(dropout_p, rng_state, q)
-    else:
-        rng_state = None
+        _checks.probability("dropout_p", dropout_p)
     if softcap != 0.0:
         _checks.softcap(softcap)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}; accepted: True, False or None.")
-    out, lse, weights = _ops.attention_fwd(q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights)
-    if return_lse:
-        return (out, lse, weights) if return_weights else (out, lse)
-    return (out, weights) if return_weights else out
+    return q, k, v, bias, args, scale
 
 
 def scaled_dot_product_attention(
@@ -192,7 +201,8 @@ def masked_softmax(
     args = masks.lower(mask, *sizes, scores.device)
     if bias is not None:
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
-    rng_state = _rng_state(dropout_p, rng_state, scores) if dropout_p != 0.0 else None
+    _checks.probability("dropout_p", dropout_p)
+    rng_state = _rng_state(rng_state, scores) if dropout_p != 0.0 else None
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
 
@@ -222,8 +232,7 @@ def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _rng_state(dropout_p: float, rng_state: Tensor | None, like: Tensor) -> Tensor:
-    _checks.probability("dropout_p", dropout_p)
+def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
     return _ops.draw_rng_state(like) if rng_state is None else _checks.rng_state(rng_state, like.device)
 
 

@@ -1,0 +1,193 @@
+"""What a call of attention will do, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import _ops, masks
+from ._checks import accumulate_dtype, name_of, text
+from .functional import attention_arguments
+
+_ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
+
+
+@dataclass
+class Plan:
+    """What mha_ext.attention will do for some inputs; print it. Sizes in bytes, work in floating-point operations."""
+
+    call: str  # the problem: shapes, type, mask
+    kernel: str  # the kernel and the instruction set that it is compiled for
+    threads: int
+    refusals: dict[str, str]  # what is not used, with the reason
+    copies: list[str]  # what has to be copied first, with the reason
+    flops: int  # of the forward pass, for the scores that bands and intervals leave visible
+    flops_dense: int  # the same without a mask
+    flops_exact: bool  # false where documents or a dense mask hide more than was counted
+    bytes_moved: int  # every input and output once
+    memory: int  # outputs, what backward keeps besides the inputs, and copies
+    memory_unfused: int  # one fp32 matrix of scores, 4*B*H*Sq*Sk, as the textbook way stores it
+    advice: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        share = (
+            f" ({100 * self.flops / self.flops_dense:.0f} % of the unmasked)" if self.flops < self.flops_dense else ""
+        )
+        most = "" if self.flops_exact else "at most "
+        lines = [
+            self.call,
+            f"  kernel       {self.kernel}, {self.threads} thread{'s' if self.threads != 1 else ''}",
+            *(f"  not used     {name}: {reason}" for name, reason in self.refusals.items()),
+            *(f"  copy         {copy}" for copy in self.copies or ["none"]),
+            f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}",
+            f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; allocates {_amount(self.memory, 'B')}; "
+            f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}",
+            *(f"  advice       {advice}" for advice in self.advice),
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask=None,
+    bias=None,
+    scale=None,
+    dropout_p=0.0,
+    softcap=0.0,
+    sinks=None,
+    pre_mix=None,
+    post_mix=None,
+    rng_state=None,
+    deterministic=None,
+    return_lse=False,
+    return_weights=False,
+) -> Plan:
+    """Says what attention would do with the same arguments, without doing it.
+
+    It may look at the values of masks and of a bias, to give advice.
+
+    Raises:
+        ValueError, TypeError: what attention would raise.
+    """
+    given = (q, k, v)
+    q, k, v, bias, args, scale = attention_arguments(
+        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
+    )
+    (B, H, Sq, D), Sk, Dv = q.shape, k.shape[2], v.shape[3]
+    pairs, exact = _visible_pairs(args, B, Sq, Sk)
+    copies, copied = _copies(given, (q, k, v))
+    output = B * H * Sq * Dv * q.element_size() + B * H * Sq * accumulate_dtype(q.dtype).itemsize
+    if return_weights:
+        output += B * H * Sq * Sk * q.element_size()
+    inputs = (q, k, v, bias, *args[:5])
+    kernel, refusals = _kernel(q)
+    return Plan(
+        call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
+        + (f", mask {_describe(mask)}" if mask is not None else "")
+        + (f", bias {text(bias.shape)}" if bias is not None else ""),
+        kernel=kernel,
+        threads=torch.get_num_threads() if q.device.type == "cpu" else 1,
+        refusals=refusals,
+        copies=copies,
+        flops=2 * H * pairs * (D + Dv),
+        flops_dense=2 * B * H * Sq * Sk * (D + Dv),
+        flops_exact=exact,
+        bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + output,
+        memory=output + copied,
+        memory_unfused=4 * B * H * Sq * Sk,
+        advice=_advice(given, args, bias, Sq, Sk, return_weights),
+    )
+
+
+def _kernel(q: Tensor) -> tuple[str, dict[str, str]]:
+    if q.device.type != "cpu":
+        return f"attention_fwd on {q.device.type}", {}
+    used, available = _ops.cpu_isa(), _ops.available_isas()
+    refusals = {}
+    for isa in _ISAS[_ISAS.index(used) + 1 :]:
+        refusals[isa] = "MHA_EXT_CPU_ISA names another" if isa in available else "this machine does not have it"
+    refusals["cuda"] = _ops.without_cuda or "the tensors are on the CPU"
+    return f"attention_fwd on the CPU, {used}", refusals
+
+
+def _copies(given, used) -> tuple[list[str], int]:
+    copies, size = [], 0
+    for name, x, y in zip("qkv", given, used):
+        if y is not x:
+            copies.append(f"{name}: autocast from {name_of(x.dtype)} to {name_of(y.dtype)}")
+            size += y.numel() * y.element_size()
+        if y.stride(-1) != 1 and y.shape[-1] > 1:
+            copies.append(f"{name}: its last dimension is not contiguous (strides {text(y.stride())})")
+            size += y.numel() * y.element_size()
+    return copies, size
+
+
+def _visible_pairs(args: masks.MaskArgs, B: int, Sq: int, Sk: int) -> tuple[int, bool]:
+    """How many (batch, query, key) triples bands and intervals leave, and whether nothing else hides any."""
+    i = torch.arange(Sq)[None]
+    begin, end, o = torch.zeros(1, Sq, dtype=torch.int64), torch.full((1, Sq), Sk), Sk - Sq
+    if args.left is not None:
+        begin = begin.maximum(i + (o - args.left))
+    if args.right is not None:
+        end = end.minimum(i + (o + args.right + 1))
+    if args.top_left:
+        end = end.minimum(i + 1)
+    if args.begin is not None:
+        begin = begin.maximum(args.begin.cpu())
+    if args.end is not None:
+        end = end.minimum(args.end.cpu())
+    visible = (end - begin).clamp(min=0).expand(B, Sq)
+    return int(visible.sum()), args.mask is None and args.query_ids is None
+
+
+def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[str]:
+    advice = []
+    dense = args.mask
+    if dense is not None and dense.numel() > 0:
+        if dense.shape[2:] == (Sq, Sk) and Sq > 1:
+            for name, o in (("masks.Causal()", Sk - Sq), ('masks.Causal("top_left")', 0)):
+                if bool((dense == torch.ones(Sq, Sk, dtype=torch.bool, device=dense.device).tril(o)).all()):
+                    advice.append(
+                        f"the dense mask is causal: {name} says so without memory"
+                    )
+                    break
+        elif dense.shape[1:3] == (1, 1):
+            row = dense[:, 0, 0]
+            if bool((row[:, :-1] >= row[:, 1:]).all()):
+                advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) says so in one number per sequence")
+            elif bool((row[:, :-1] <= row[:, 1:]).all()):
+                advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) says so in one number per sequence")
+    if bias is not None and bias.numel() > 0 and not bias.requires_grad:
+        if bool(((bias == 0) | (bias == float("-inf"))).all()):
+            advice.append("the bias holds 0 and -inf only: mask=(bias == 0) says the same in less memory")
+    if return_weights:
+        advice.append("return_weights stores Sq x Sk weights per head: leave it out where they are not looked at")
+    for name, x in zip("qkv", given):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            advice.append(f"{name}: transpose heads, not features, so that its last dimension stays contiguous")
+    return advice
+
+
+def _describe(mask) -> str:
+    return repr(mask if isinstance(mask, masks.Mask) else masks.Dense(mask))
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes that x takes in memory: dimensions of stride 0 count once."""
+    size = x.element_size()
+    for n, stride in zip(x.shape, x.stride()):
+        size *= n if stride != 0 else min(n, 1)
+    return size
+
+
+def _amount(n: float, unit: str, base: int = 1024) -> str:
+    prefixes = ("", "K", "M", "G", "T", "P")
+    i = 0
+    while n >= base and i < len(prefixes) - 1:
+        n, i = n / base, i + 1
+    return f"{n:.3g} {prefixes[i]}{'i' if base == 1024 and i else ''}{unit}"
