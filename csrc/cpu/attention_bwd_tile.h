@@ -37,30 +37,46 @@ inline bool plain_scores(const AttentionBackward& p) {
   return !p.bias.data && !p.dweights.data && !p.dbias.data && p.softcap == 0 && !p.dropout.rng_state;
 }
 
-// dst[j][r] = src[j][r] in bf16
 #ifdef MHA_HAS_BF16_DOT
-inline void round_rows(Pair* dst, const float* src, int keys, int lanes) {
-  bf16* to = reinterpret_cast<bf16*>(dst);
-  for (int j = 0; j < keys; ++j) {
-    for (int r = 0; r < lanes; r += VecF::lanes) store(to + j * kMaxRows + r, load(src + j * kMaxRows + r));
+// The operands of keys j and j + 1 (odd key numbers round up: the second may lie past the tile, and is 0 then).
+MHA_INLINE void store_pairs(const TileScratch<Pair>& t, int j, int r, const VecF* weight, const VecF* ds) {
+  bf16* p_rows = reinterpret_cast<bf16*>(t.p_rows) + j * kMaxRows + r;
+  bf16* ds_rows = reinterpret_cast<bf16*>(t.ds_rows) + j * kMaxRows + r;
+  for (int i = 0; i < 2; ++i) {
+    store(p_rows + i * kMaxRows, weight[i]);
+    store(ds_rows + i * kMaxRows, ds[i]);
   }
+  store(t.ds_lanes + j / 2 * kMaxRows + r, interleave_bf16(ds[0], ds[1]));
 }
 #endif
 
 template <class Unit>
+MHA_INLINE TileOperands<Unit> operands_of(const TileScratch<Unit>& t) {
+  if constexpr (std::is_same_v<Unit, Pair>) {
+    return {{t.p_rows, kMaxRows / 2, 1}, {t.ds_rows, kMaxRows / 2, 1}, t.ds_lanes};
+  } else {
+    return {{t.s, kMaxRows, 1}, {t.dp, kMaxRows, 1}, t.dp};
+  }
+}
+
+// P and dS lie in the tiles s and dp.
+template <class Unit>
 inline TileOperands<Unit> tile_operands(const TileScratch<Unit>& t, int keys, int lanes) {
 #ifdef MHA_HAS_BF16_DOT
   if constexpr (std::is_same_v<Unit, Pair>) {
-    round_rows(t.p_rows, t.s, keys, lanes);
-    round_rows(t.ds_rows, t.dp, keys, lanes);
-    lanes_operand<Pair>(t.dp, kMaxRows, keys, lanes, t.ds_lanes);
-    return {{t.p_rows, kMaxRows / 2, 1}, {t.ds_rows, kMaxRows / 2, 1}, t.ds_lanes};
-  } else
-#endif
-  {
-    (void)keys, (void)lanes;
-    return {{t.s, kMaxRows, 1}, {t.dp, kMaxRows, 1}, t.dp};
+    for (int j = 0; j < keys; j += 2) {
+      const int next = j + 1 < keys ? kMaxRows : 0;
+      for (int r = 0; r < lanes; r += VecF::lanes) {
+        const float *p = t.s + j * kMaxRows + r, *ds = t.dp + j * kMaxRows + r;
+        const VecF zero = set1(0.0f), weight[2] = {load(p), next ? load(p + next) : zero};
+        const VecF gradient[2] = {load(ds), next ? load(ds + next) : zero};
+        store_pairs(t, j, r, weight, gradient);
+      }
+    }
   }
+#endif
+  (void)keys, (void)lanes;
+  return operands_of(t);
 }
 
 // Everything visible, and nothing between S and the softmax but the scale: P = exp(scale * S - lse), dS = P * (dP -
@@ -71,15 +87,30 @@ inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBloc
   const Vec<T> scale2 = set1(T(scale * kLog2e)), minus_log2e = set1(T(-kLog2e));
   for (int r = 0; r < kMaxRows; r += L) {
     const Vec<T> minus_lse2 = load(block.lse + r) * minus_log2e, delta = load(block.delta + r);
-    for (int j = 0; j < keys; ++j) {
-      T* s = t.s + j * kMaxRows + r;
-      T* dp = t.dp + j * kMaxRows + r;
-      const Vec<T> weight = exp2<Degree>(fma(load(s), scale2, minus_lse2));
-      store(dp, weight * (load(dp) - delta));
-      store(s, weight);
+    auto step = [&](int j, Vec<T>* weight, Vec<T>* ds) {
+      *weight = exp2<Degree>(fma(load(t.s + j * kMaxRows + r), scale2, minus_lse2));
+      *ds = *weight * (load(t.dp + j * kMaxRows + r) - delta);
+    };
+    int j = 0;
+#ifdef MHA_HAS_BF16_DOT
+    if constexpr (std::is_same_v<Unit, Pair>) {
+      for (; j < keys; j += 2) {
+        VecF weight[2] = {set1(0.0f), set1(0.0f)}, ds[2] = {set1(0.0f), set1(0.0f)};
+        step(j, weight, ds);
+        if (j + 1 < keys) step(j + 1, weight + 1, ds + 1);
+        store_pairs(t, j, r, weight, ds);
+      }
+      continue;
+    }
+#endif
+    for (; j < keys; ++j) {
+      Vec<T> weight, ds;
+      step(j, &weight, &ds);
+      store(t.s + j * kMaxRows + r, weight);
+      store(t.dp + j * kMaxRows + r, ds);
     }
   }
-  return tile_operands(t, keys, kMaxRows);
+  return operands_of(t);
 }
 
 template <class T>

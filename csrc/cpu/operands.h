@@ -47,11 +47,14 @@ inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stri
     const bf16* row = static_cast<const bf16*>(src);
     for (int r = 0; r < rows; r += 2, row += 2 * stride) {
       Pair* dst = scratch + r / 2 * cols;
-      if (r + 1 < rows) {
-        for (int c = 0; c < cols; ++c) dst[c] = {{row[c], row[stride + c]}};
-      } else {
-        for (int c = 0; c < cols; ++c) dst[c] = {{row[c], bf16{}}};
+      const bool two = r + 1 < rows;
+      int c = 0;
+#ifdef MHA_HAS_BF16_DOT
+      for (; c + VecF::lanes <= cols; c += VecF::lanes) {
+        store(dst + c, interleave_bf16(load(row + c), two ? load(row + stride + c) : set1(0.0f)));
       }
+#endif
+      for (; c < cols; ++c) dst[c] = {{row[c], two ? row[stride + c] : bf16{}}};
     }
     return {scratch, 1, cols};
   } else {

@@ -100,9 +100,17 @@ void make_mask(const Case& c, Random& r, Inputs& in) {
 void poison(const Case& c, Inputs& in) {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
   const int64_t group = c.H / c.Hk;
-  naive::Array4 key_seen(c.B, c.Hk, c.Sk, 1), row_sees(c.B, c.H, c.Sq, 1);
+  naive::Array4 key_seen(c.B, c.Hk, c.Sk, 1), row_sees(c.B, c.H, c.Sq, 1), row_lives(c.B, c.H, c.Sq, 1);
   naive::for_each(naive::Array4(c.B, c.H, c.Sq, c.Sk), [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-    if (naive::visible(in.p.mask, b, h, i, j)) key_seen(b, h / group, j, 0) = row_sees(b, h, i, 0) = 1;
+    if (!naive::visible(in.p.mask, b, h, i, j)) return;
+    key_seen(b, h / group, j, 0) = row_sees(b, h, i, 0) = 1;
+    const mha::Tensor4& bias = in.bias.t;
+    if (!bias.data || naive::load(bias.data, in.p.bias_dtype, naive::offset(bias, b, h, i, j)) > -inf)
+      row_lives(b, h, i, 0) = 1;
+  });
+  naive::for_each(row_sees, [&](int64_t b, int64_t h, int64_t i, int64_t) {  // all its scores are -inf
+    if (!c.poison_hidden || !row_sees(b, h, i, 0) || row_lives(b, h, i, 0)) return;
+    for (int64_t d = 0; d < c.Dv; ++d) in.dout.set(b, h, i, d, nan);
   });
   naive::for_each(key_seen, [&](int64_t b, int64_t h, int64_t j, int64_t) {
     const bool seen = key_seen(b, h, j, 0) != 0;
