@@ -18,7 +18,7 @@ from measure import machine_facts, machine_peaks, measure
 from parts import feature_rows, part_rows
 from report import claims, geometric_means, print_report, row_record, write
 from rich.console import Console
-from rows import decode_rows, layout_rows, main_rows, small_rows
+from rows import Row, decode_rows, layout_rows, main_rows, small_rows
 from tqdm import tqdm
 
 
@@ -34,6 +34,23 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict]:
+    """The records of the rows; of those done so far if the user interrupts."""
+    records = []
+    with tqdm(rows, unit="row", dynamic_ncols=True, file=sys.stderr) as bar:
+        for row in bar:
+            bar.set_description(row.name)
+            start = time.perf_counter()
+            try:
+                case = row.build()
+                timings = measure(case, full, bar.set_postfix_str)
+            except KeyboardInterrupt:
+                break
+            records.append(row_record(row, case, timings, peaks, time.perf_counter() - start))
+            del case
+    return records
+
+
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.threads:
@@ -45,15 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if rows else 2
     start = time.perf_counter()
     peaks = machine_peaks()
-    records = []
-    with tqdm(rows, unit="row", dynamic_ncols=True, file=sys.stderr) as bar:
-        for row in bar:
-            bar.set_description(row.name)
-            row_start = time.perf_counter()
-            case = row.build()
-            timings = measure(case, args.full, lambda text: bar.set_postfix_str(text))
-            records.append(row_record(row, case, timings, peaks, time.perf_counter() - row_start))
-            del case
+    records = run(rows, args.full, peaks)
     report = {
         "machine": machine_facts(),
         "peaks": peaks,

@@ -114,7 +114,7 @@ def one_sample(call: Callable, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def measure(case: Case, full: bool = False, on_step: Callable[[str], None] = lambda text: None) -> list[Timing]:
+def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = lambda text: None) -> list[Timing]:
     """Checks every contender, then times them in turn."""
     expected = case.expected() if case.check is None else None
     timings, samples, plan = [], {}, {}
@@ -122,7 +122,11 @@ def measure(case: Case, full: bool = False, on_step: Callable[[str], None] = lam
         on_step(f"check {name}")
         timing = Timing(name)
         timings.append(timing)
-        result = call()
+        try:
+            result = call()
+        except Exception as failure:  # one contender that cannot run here must not end the comparison
+            timing.note = f"failed: {type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
+            continue
         if case.check is not None:
             timing.error = case.check(result)
             right = timing.error <= 1

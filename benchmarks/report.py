@@ -208,36 +208,24 @@ def plot(report: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in report["rows"] if any(c["speed"] for c in row["contenders"])]
-    names = list(dict.fromkeys(c["contender"].split()[0] for row in rows for c in row["contenders"] if c["speed"]))
-    colour = {name: f"C{i}" for i, name in enumerate(sorted(names, key=lambda name: not name.startswith("mha_ext")))}
-    bars = [(row, c) for row in rows for c in row["contenders"] if c["speed"]]
-    figure, axes = pyplot.subplots(figsize=(11, 1.5 + 0.19 * len(bars) + 0.15 * len(rows)))
-    place, ticks, labels = 0.0, [], []
-    for row in rows:
-        axes.text(
-            0.99,
-            place,
-            row["name"],
-            va="center",
-            ha="right",
-            weight="bold",
-            size=8,
-            transform=axes.get_yaxis_transform(),
-        )
+    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.24 * len(rows)))
+    points: dict[str, list] = {}
+    for place, row in enumerate(rows):
         for c in row["contenders"]:
-            if c["speed"]:
-                axes.barh(place, c["speed"], color=colour[c["contender"].split()[0]], height=0.9)
-                axes.text(c["speed"], place, f" {c['speed']:.2f}x  {show_time(c['seconds'])}", va="center", size=6)
-                ticks.append(place)
-                labels.append(c["contender"])
-                place += 1
-        place += 0.8
-    axes.set_yticks(ticks, labels, size=6)
-    axes.set_ylim(place, -1)
+            if c["speed"] and c["contender"] != row["baseline"]:
+                points.setdefault(c["contender"], []).append((c["speed"], place))
+    markers = iter("osv^<>PXd*pH" * 4)
+    for contender, found in sorted(points.items(), key=lambda item: not item[0].startswith("mha_ext")):
+        ours = contender.startswith("mha_ext")
+        axes.scatter(*zip(*found, strict=True), s=60 if ours else 24, marker=next(markers), label=contender, zorder=3)
+    axes.set_yticks(range(len(rows)), [f"{row['name']} (against {row['baseline']})" for row in rows], size=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.axvline(1, color="black", linewidth=0.8)
+    axes.grid(which="both", alpha=0.25)
+    axes.axvline(1, color="black", linewidth=1)
     axes.set_xlabel("speed against the row's base (right is faster)")
     axes.set_title(machine_line(report["machine"], report["peaks"]), size=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
