@@ -119,6 +119,10 @@ def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, 
     return as_4d(bias, "bias", B, H, Sq, Sk)
 
 
+def not_tensors(names: str, *given) -> Exception:
+    return TypeError(f"{names} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
+
+
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> None:
     """Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
     if q.dim() == 4 and k.dim() == 4 and v.dim() == 4:

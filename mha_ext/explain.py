@@ -152,19 +152,17 @@ def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[s
         if dense.shape[2:] == (Sq, Sk) and Sq > 1:
             for name, o in (("masks.Causal()", Sk - Sq), ('masks.Causal("top_left")', 0)):
                 if bool((dense == torch.ones(Sq, Sk, dtype=torch.bool, device=dense.device).tril(o)).all()):
-                    advice.append(
-                        f"the dense mask is causal: {name} says so without memory"
-                    )
+                    advice.append(f"the dense mask is causal: {name} says so without memory")
                     break
         elif dense.shape[1:3] == (1, 1):
             row = dense[:, 0, 0]
             if bool((row[:, :-1] >= row[:, 1:]).all()):
-                advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) says so in one number per sequence")
+                advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) is smaller")
             elif bool((row[:, :-1] <= row[:, 1:]).all()):
-                advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) says so in one number per sequence")
+                advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) is smaller")
     if bias is not None and bias.numel() > 0 and not bias.requires_grad:
         if bool(((bias == 0) | (bias == float("-inf"))).all()):
-            advice.append("the bias holds 0 and -inf only: mask=(bias == 0) says the same in less memory")
+            advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
     if return_weights:
         advice.append("return_weights stores Sq x Sk weights per head: leave it out where they are not looked at")
     for name, x in zip("qkv", given):

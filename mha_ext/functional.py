@@ -77,7 +77,7 @@ def attention_arguments(
     if sinks is not None or pre_mix is not None or post_mix is not None:
         raise _not_available(sinks=sinks, pre_mix=pre_mix, post_mix=post_mix)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise TypeError(f"q, k, v are a {', a '.join(type(x).__name__ for x in (q, k, v))}; accepted: three tensors.")
+        raise _checks.not_tensors("q, k, v", q, k, v)
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(device_type, q, k, v)
@@ -125,7 +125,9 @@ def scaled_dot_product_attention(
     Returns:
         [..., H, Sq, Dv]. Unlike torch, a row that sees no key gives 0 instead of NaN.
     """
-    if not isinstance(query, Tensor) or query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        raise _checks.not_tensors("query, key, value", query, key, value)
+    if not (query.dim() == key.dim() == value.dim() == 4):
         return _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     B, H = query.shape[:2]
     Hk = key.shape[1]
@@ -289,8 +291,6 @@ def _broadcast_size(*sizes: int) -> int:
 def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
     """Leading dimensions become one batch; where there are none, they are added."""
     tensors = (query, key, value)
-    if not all(isinstance(x, Tensor) for x in tensors):
-        raise TypeError(f"query, key, value are a {', a '.join(type(x).__name__ for x in tensors)}; accepted: tensors.")
     rank = max(x.dim() for x in tensors)
     try:
         lead = torch.broadcast_shapes((1,), *(x.shape[:-3] for x in tensors))

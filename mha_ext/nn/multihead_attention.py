@@ -20,8 +20,27 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     a mask asks.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim is {embed_dim} and num_heads is {num_heads}; accepted: embed_dim a multiple of num_heads."
+            )
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
         # torch's transformer layers, in evaluation, compute attention themselves from a module whose flag is true, with
         # other results for fully masked rows; false sends them through forward().
         self._qkv_same_embed_dim = False

@@ -129,7 +129,7 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Multi-head attention of one sequence to another, with a packed key/value projection. Arguments: see SelfAttention.
+    """Multi-head attention of one sequence to another, with a packed key/value projection. Arguments as SelfAttention.
 
     Args:
         context_dim: size of the context's features; default d_model.
