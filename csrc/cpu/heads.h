@@ -5,11 +5,13 @@ MHA_ISA_BEGIN
 
 constexpr int64_t kHeadsTaskBytes = 64 << 10;
 
-// Calls f(b, s, thread) for each position, several at a time for each task. All heads of a position belong together:
-// walked that way, one side of the copy is read or written front to back.
+// Calls f(b, s, thread) for each position. All heads of a position belong together: walked that way, one side of the
+// copy is read or written front to back. Each thread gets one long run: shorter ones, handed out in turn, measured 1.3
+// times slower when everything lies in the caches.
 template <class F>
 void for_each_position(int64_t B, int64_t S, int64_t bytes_each, const Threads& threads, F f) {
-  const int64_t positions = B * S, run = max64(1, kHeadsTaskBytes / max64(1, bytes_each));
+  const int64_t positions = B * S, least = kHeadsTaskBytes / max64(1, bytes_each);
+  const int64_t run = max64(max64(1, least), (positions + threads.count - 1) / threads.count);
   for_each_task(threads, (positions + run - 1) / run, [&](int64_t task, int thread) {
     const int64_t last = min64(positions, (task + 1) * run);
     int64_t b = task * run / S, s = task * run % S;
