@@ -141,16 +141,19 @@ class BackwardWorker {
 
   void load_statistics(QueryBlock<T>& block, int64_t first_row) {
     const T* lse = static_cast<const T*>(p_.lse) + first_row;
+    const T* lse_rest = p_.lse_rest ? static_cast<const T*>(p_.lse_rest) + first_row : nullptr;
     const T* dlse = p_.dlse ? static_cast<const T*>(p_.dlse) + first_row : nullptr;
     for (int r = 0; r < kMaxRows; ++r) {
       if (r < block.rows.rows && lse[r] != -kInf) {
         block.lse[r] = lse[r];
+        block.lse_rest[r] = lse_rest ? lse_rest[r] : T(0);
         if (dlse) block.delta[r] -= dlse[r];
         continue;
       }
       // No such row, or one that sees nothing, be it that all its scores are -inf: no tile counts as visible to all
       // rows, and the test per lane finds an empty interval.
       block.lse[r] = kInf;
+      block.lse_rest[r] = T(0);
       block.delta[r] = T(0);
       if (r < block.rows.rows) block.rows.begin[r] = block.rows.end[r] = 0;
       block.rows.all_end = 0;
@@ -269,8 +272,18 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
   const BackwardParts<T> parts(shared, p, plan);
   BackwardScratch<Unit>(own, p, plan);
   char* scratch = static_cast<char*>(workspace) + shared.used();
-  const int64_t bias_sums = (plan.parts - 1) * plan.bias_elements;
-  std::fill_n(parts.dbias, bias_sums, T(0));
+  // Calls f(part of dbias, first element, elements).
+  auto for_each_bias_part = [&](auto f) {
+    constexpr int64_t kRun = 4096;
+    const int64_t size = plan.bias_elements;
+    if (plan.parts == 1) return;
+    for_each_task(threads, ceil_div(size, kRun), [&](int64_t task, int) {
+      const int64_t first = task * kRun;
+      for (int64_t n = 1; n < plan.parts; ++n)
+        f(parts.dbias + (n - 1) * size + first, first, min64(kRun, size - first));
+    });
+  };
+  for_each_bias_part([](T* part, int64_t, int64_t n) { std::fill_n(part, n, T(0)); });
   for_each_task(threads, plan.units(), [&](int64_t n, int thread) {
     BackwardWorker<Unit, Degree>(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
   });
@@ -279,7 +292,10 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
     sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, parts.dk, plan.splits);
     sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, parts.dv, plan.splits);
   }
-  for (int64_t n = 0; n < bias_sums; ++n) static_cast<T*>(p.dbias.data)[n % plan.bias_elements] += parts.dbias[n];
+  for_each_bias_part([&](const T* part, int64_t first, int64_t n) {
+    T* sum = static_cast<T*>(p.dbias.data) + first;
+    for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
+  });
 }
 
 inline void attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
