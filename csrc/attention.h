@@ -35,19 +35,24 @@ struct AttentionProblem {
 struct AttentionForward : AttentionProblem {
   Tensor4 out;          // [B,H,Sq,Dv]
   void* lse = nullptr;  // [B,H,Sq] contiguous, accumulate type: natural log of the softmax denominator (before dropout)
-  Tensor4 weights;      // [B,H,Sq,Sk] contiguous, after dropout; absent unless asked for. Every element is written
+  // Like lse, or null: what rounding took from it, so that lse + lse_rest is exact. Backward needs it where scores are
+  // huge (a bias of -1e9 or less on every visible key): there the rounded lse alone has lost the logarithm of the sum.
+  void* lse_rest = nullptr;
+  Tensor4 weights;  // [B,H,Sq,Sk] contiguous, after dropout; absent unless asked for. Every element is written
 };
 
 struct AttentionBackward : AttentionProblem {
-  Tensor4 dout;                // [B,H,Sq,Dv]
-  Tensor4 out;                 // [B,H,Sq,Dv]
-  const void* lse = nullptr;   // [B,H,Sq] contiguous, as forward wrote it
+  Tensor4 dout;                    // [B,H,Sq,Dv]
+  Tensor4 out;                     // [B,H,Sq,Dv]
+  const void* lse = nullptr;       // [B,H,Sq] contiguous, as forward wrote it
+  const void* lse_rest = nullptr;  // likewise; null: 0
   const void* dlse = nullptr;  // [B,H,Sq] contiguous, accumulate type, or null: gradient of lse (the torch layer also
                                // folds -rowsum(weights * dweights) into it)
   Tensor4 dweights;            // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
   Tensor4 dq;                  // [B,H,Sq,D]   every element is written
   Tensor4 dk;                  // [B,Hk,Sk,D]
   Tensor4 dv;                  // [B,Hk,Sk,Dv]
+  bool deterministic = true;   // CUDA: no sums in a changing order. The CPU has none
   Tensor4 dbias;  // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
                   // others (sums over them, in a fixed order); absent unless asked for. Starts out zeroed
 };

@@ -64,14 +64,14 @@ def _dbias_of(bias: Tensor | None, need_dbias: bool, like: Tensor) -> Tensor:
 
 @torch.library.register_fake("mha_ext::attention_fwd", lib=_lib)
 def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, left, right, top_left, scale, softcap, dropout_p, rng_state,
-      return_weights):  # fmt: skip
+      return_weights, deterministic):  # fmt: skip
     weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
-    return _in_order_of(q, v.shape[3]), _lse_of(q), q.new_empty(weights)
+    return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
 
 
 @torch.library.register_fake("mha_ext::attention_bwd", lib=_lib)
-def _(dout, dlse, dweights, q, k, v, out, lse, bias, mask, begin, end, query_ids, key_ids, left, right, top_left, scale,
-      softcap, dropout_p, rng_state, need_dbias):  # fmt: skip
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, left, right, top_left,
+      scale, softcap, dropout_p, rng_state, need_dbias, deterministic):  # fmt: skip
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
     return *gradients, _dbias_of(bias, need_dbias, q)
 
@@ -113,16 +113,19 @@ def _(like):
 
 def _attention_fwd_setup(ctx, inputs, output):
     q, k, v, bias, *mask_tensors = inputs[:9]
-    left, right, top_left, scale, softcap, dropout_p, rng_state, return_weights = inputs[9:]
-    out, lse, weights = output
+    left, right, top_left, scale, softcap, dropout_p, rng_state, return_weights, deterministic = inputs[9:]
+    out, lse, lse_rest, weights = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, weights if return_weights else None, bias, *mask_tensors, rng_state)
+    ctx.mark_non_differentiable(lse_rest)
+    weights = weights if return_weights else None
+    ctx.save_for_backward(q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors, rng_state)
     ctx.numbers = left, right, top_left, scale, softcap, dropout_p
+    ctx.deterministic = deterministic
 
 
-def _attention_fwd_backward(ctx, dout, dlse, dweights):
-    q, k, v, out, lse, weights, bias, *mask_tensors, rng_state = ctx.saved_tensors
-    nothing = (None,) * 17
+def _attention_fwd_backward(ctx, dout, dlse, _, dweights):
+    q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors, rng_state = ctx.saved_tensors
+    nothing = (None,) * 18
     if dout is None and dlse is None and dweights is None:
         return nothing
     if dout is None:
@@ -134,15 +137,16 @@ def _attention_fwd_backward(ctx, dout, dlse, dweights):
         product = torch.where(weights == 0, 0, weights.to(lse.dtype) * dweights)
         dlse = -product.sum(-1) if dlse is None else dlse - product.sum(-1)
     need_dbias = ctx.needs_input_grad[3]
+    modifiers = bias, *mask_tensors, *ctx.numbers, rng_state
     gradients = attention_bwd(
-        dout, dlse, dweights, q, k, v, out, lse, bias, *mask_tensors, *ctx.numbers, rng_state, need_dbias
+        dout, dlse, dweights, q, k, v, out, lse, lse_rest, *modifiers, need_dbias, ctx.deterministic
     )
     return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)) + nothing[4:]
 
 
 def _attention_bwd_setup(ctx, inputs, output):
-    dout, dlse, dweights, q, k, v, _, _, bias, *mask_tensors = inputs[:14]
-    left, right, top_left, scale, softcap, dropout_p, rng_state, need_dbias = inputs[14:]
+    dout, dlse, dweights, q, k, v, _, _, _, bias, *mask_tensors = inputs[:15]
+    left, right, top_left, scale, softcap, dropout_p, rng_state, need_dbias, _ = inputs[15:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state)
     ctx.numbers = left, right, top_left, scale, softcap, dropout_p
@@ -168,8 +172,8 @@ def _attention_bwd_backward(ctx, *gradients):
     if not ctx.need_dbias:
         gradients = (*gradients[:3], None)
     gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias), gradients)
-    by_input = (*gradients[:6], None, None, gradients[6])
-    return _where_needed(by_input, ctx) + (None,) * 13
+    by_input = (*gradients[:6], None, None, None, gradients[6])
+    return _where_needed(by_input, ctx) + (None,) * 14
 
 
 def _masked_softmax_fwd_setup(ctx, inputs, output):

@@ -64,7 +64,11 @@ def attention(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
-    out, lse, weights = _ops.attention_fwd(q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse, _, weights = _ops.attention_fwd(
+        q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights, deterministic
+    )
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
     return (out, weights) if return_weights else out

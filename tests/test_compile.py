@@ -34,8 +34,12 @@ FUNCTIONS = {
     "documents": lambda q, k, v, n: mha_ext.attention(
         q, k, v, mask=masks.Documents(torch.arange(k.shape[2]).div(5, rounding_mode="floor")[None]) & masks.Causal()
     ),
-    "dense": lambda q, k, v, n: mha_ext.attention(q, k, v, mask=torch.arange(k.shape[2]) < torch.arange(q.shape[2])[:, None] + 3),
-    "bias": lambda q, k, v, n: mha_ext.attention(q, k, v, bias=-torch.arange(k.shape[2]).float().view(1, 1, 1, -1), softcap=5.0),
+    "dense": lambda q, k, v, n: mha_ext.attention(
+        q, k, v, mask=torch.arange(k.shape[2]) < torch.arange(q.shape[2])[:, None] + 3
+    ),
+    "bias": lambda q, k, v, n: mha_ext.attention(
+        q, k, v, bias=-torch.arange(k.shape[2]).float().view(1, 1, 1, -1), softcap=5.0
+    ),
     "lse and weights": lambda q, k, v, n: sum(
         t.masked_fill(t.isinf(), 0).sum() for t in mha_ext.attention(q, k, v, return_lse=True, return_weights=True)
     ),
@@ -90,7 +94,9 @@ def test_with_the_default_backend():
         actual, expected = compiled(x), block(x)
         torch.testing.assert_close(actual, expected)
         leaves = [x, *block.parameters()]
-        for a, b in zip(torch.autograd.grad(actual.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves)):
+        for a, b in zip(
+            torch.autograd.grad(actual.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves)
+        ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
@@ -98,7 +104,12 @@ class Block(torch.nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.qkv, self.out, self.dropout = torch.nn.LayerNorm(32), torch.nn.Linear(32, 96), torch.nn.Linear(32, 32), dropout
+        self.norm, self.qkv, self.out, self.dropout = (
+            torch.nn.LayerNorm(32),
+            torch.nn.Linear(32, 96),
+            torch.nn.Linear(32, 32),
+            dropout,
+        )
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
@@ -113,7 +124,12 @@ class Block(torch.nn.Module):
 def test_export_with_dynamic_batch_and_length(mask):
     class Model(torch.nn.Module):
         def forward(self, q, k, v, n):
-            chosen = {"none": None, "causal": masks.Causal(), "padding": masks.Padding(n), "both": masks.Causal() & masks.Padding(n)}[mask]
+            chosen = {
+                "none": None,
+                "causal": masks.Causal(),
+                "padding": masks.Padding(n),
+                "both": masks.Causal() & masks.Padding(n),
+            }[mask]
             return mha_ext.attention(q, k, v, mask=chosen)
 
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
@@ -135,7 +151,9 @@ def test_export_of_a_block_and_of_softmax_and_heads():
 
         def forward(self, x):
             x = self.block(x)
-            weights = mha_ext.masked_softmax(mha_ext.split_heads(x, 4) @ mha_ext.split_heads(x, 4).transpose(-1, -2), masks.Causal())
+            weights = mha_ext.masked_softmax(
+                mha_ext.split_heads(x, 4) @ mha_ext.split_heads(x, 4).transpose(-1, -2), masks.Causal()
+            )
             return mha_ext.merge_heads(weights @ mha_ext.split_heads(x, 4))
 
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
@@ -149,67 +167,78 @@ def test_export_of_a_block_and_of_softmax_and_heads():
 # opcheck --------------------------------------------------------------------------------------------------------------
 
 
-def attention_args(c: cases.Case, weights: bool, how: str):
-    x = cases.build(c)
-    B, H, Sq, Sk = c.B, c.H, c.Sq, c.Sk
-    nothing = dict(bias=None, mask=None, begin=None, end=None, query_ids=None, key_ids=None, left=None, right=None, top_left=False)
-    modifiers = {
-        "plain": {},
-        "band": {"left": 3, "right": 0},
-        "everything": {
-            "bias": x.bias if x.bias is not None else randn(1, H, 1, Sk, grad=True),
-            "mask": torch.rand(B, 1, Sq, Sk) < 0.7,
-            "begin": torch.zeros(1, Sq, dtype=torch.int64),
-            "end": torch.full((B, 1), Sk),
-            "query_ids": torch.zeros(B, Sq, dtype=torch.int64),
-            "key_ids": torch.zeros(1, Sk, dtype=torch.int64),
-            "right": 5,
-            "top_left": True,
-        },
-    }[how]
-    rng_state = torch.tensor([1, 2]) if how == "everything" else None
-    lowered = tuple({**nothing, **modifiers}.values())
-    return x, lowered, (0.3, 4.0 if how == "band" else 0.0, 0.25 if rng_state is not None else 0.0, rng_state)
-
-
 HOW = ["plain", "band", "everything"]
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-TRACED_LESS = ALL_CHECKS[:3]  # tracing the double backward with every modifier takes a minute
+TRACED_LESS = ALL_CHECKS[:3]  # tracing a double backward takes many seconds
+B, H, Sq, Sk = 2, 4, 5, 7
+
+
+def modifiers(how: str) -> dict:
+    """Mask, bias and numbers as the ops take them."""
+    if how == "plain":
+        return {"scale": 0.3}
+    if how == "band":
+        return {"scale": 0.3, "left": 3, "right": 0}
+    return {
+        "scale": 0.3,
+        "dropout_p": 0.25,
+        "rng_state": torch.tensor([1, 2]),
+        "bias": randn(1, H, 1, Sk, grad=True),
+        "mask": torch.rand(B, 1, Sq, Sk) < 0.7,
+        "begin": torch.zeros(1, Sq, dtype=torch.int64),
+        "end": torch.full((B, 1), Sk),
+        "query_ids": torch.zeros(B, Sq, dtype=torch.int64),
+        "key_ids": torch.zeros(1, Sk, dtype=torch.int64),
+        "right": 5,
+        "top_left": True,
+    }
+
+
+def outputs_by_name(op, outputs) -> dict:
+    return dict(zip((r.name for r in op._schema.returns), outputs))
+
+
+def attention_inputs(how: str, layout: str) -> dict:
+    x = cases.build(cases.Case(B, H, 2, Sq, Sk, 8, 6, layout=layout))
+    return {"q": x.q, "k": x.k, "v": x.v, **modifiers(how), **({"softcap": 4.0} if how == "band" else {})}
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("layout", ["plain", "bshd"])
 def test_opcheck_attention_fwd(how, weights, layout):
-    c = cases.Case(2, 4, 2, 5, 7, 8, 6, layout=layout)
-    x, modifiers, numbers = attention_args(c, weights, how)
-    torch.library.opcheck(torch.ops.mha_ext.attention_fwd.default, (x.q, x.k, x.v, *modifiers, *numbers, weights))
+    op = torch.ops.mha_ext.attention_fwd.default
+    torch.library.opcheck(op, cases.op_arguments(op, **attention_inputs(how, layout), return_weights=weights))
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("how,weights", [("plain", False), ("plain", True), ("band", True), ("everything", True)])
 def test_opcheck_attention_bwd(how, weights):
-    c = cases.Case(2, 4, 2, 5, 7, 8, 6, layout="plain")
-    x, modifiers, numbers = attention_args(c, weights, how)
+    forward, backward = torch.ops.mha_ext.attention_fwd.default, torch.ops.mha_ext.attention_bwd.default
+    given = attention_inputs(how, "plain")
     with torch.no_grad():
-        out, lse, w = torch.ops.mha_ext.attention_fwd(x.q, x.k, x.v, *modifiers, *numbers, weights)
-    dlse, dweights = (torch.randn_like(lse), torch.randn_like(w)) if weights else (None, None)
-    dout = torch.randn_like(out).requires_grad_()
-    args = (dout, dlse, dweights, x.q, x.k, x.v, out, lse, *modifiers, *numbers, modifiers[0] is not None)
-    torch.library.opcheck(torch.ops.mha_ext.attention_bwd.default, args, test_utils=TRACED_LESS if how == "everything" else ALL_CHECKS)
+        found = outputs_by_name(forward, forward(*cases.op_arguments(forward, **given, return_weights=weights)))
+    given["dout"] = torch.randn_like(found["out"]).requires_grad_()
+    if weights:
+        given.update(dlse=torch.randn_like(found["lse"]), dweights=torch.randn_like(found["weights"]))
+    names = {a.name for a in backward._schema.arguments}
+    given.update({name: t for name, t in found.items() if name in names and (t.numel() or name in ("out", "lse"))})
+    args = cases.op_arguments(backward, **given, need_dbias="bias" in given)
+    torch.library.opcheck(backward, args, test_utils=ALL_CHECKS if how == "band" else TRACED_LESS)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_opcheck_masked_softmax(how):
-    c = cases.Case(2, 4, 2, 5, 7, 8, 6)
-    _, modifiers, (scale, _, p, rng_state) = attention_args(c, False, how)
-    scores = randn(2, 4, 5, 7, grad=True)
-    torch.library.opcheck(torch.ops.mha_ext.masked_softmax_fwd.default, (scores, *modifiers, scale, p, rng_state))
+    forward, backward = torch.ops.mha_ext.masked_softmax_fwd.default, torch.ops.mha_ext.masked_softmax_bwd.default
+    given = {"scores": randn(B, H, Sq, Sk, grad=True), **modifiers(how)}
+    torch.library.opcheck(forward, cases.op_arguments(forward, **given))
     with torch.no_grad():
-        out, lse = torch.ops.mha_ext.masked_softmax_fwd(scores, *modifiers, scale, p, rng_state)
-    dout = torch.randn_like(out).requires_grad_()
-    args = (dout, scores, lse, *modifiers, scale, p, rng_state, modifiers[0] is not None)
-    torch.library.opcheck(torch.ops.mha_ext.masked_softmax_bwd.default, args, test_utils=TRACED_LESS if how == "everything" else ALL_CHECKS)
+        found = outputs_by_name(forward, forward(*cases.op_arguments(forward, **given)))
+    names = {a.name for a in backward._schema.arguments}
+    given.update({name: t for name, t in found.items() if name in names})
+    args = cases.op_arguments(
+        backward, **given, dout=torch.randn_like(found["out"]).requires_grad_(), need_dbias="bias" in given
+    )
+    torch.library.opcheck(backward, args, test_utils=TRACED_LESS if how == "everything" else ALL_CHECKS)
 
 
 def test_opcheck_the_small_ops():
@@ -223,7 +252,15 @@ def test_opcheck_the_small_ops():
 
 def test_every_op_has_an_opcheck_here():
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mha_ext::")}
-    checked = {"attention_fwd", "attention_bwd", "masked_softmax_fwd", "masked_softmax_bwd", "split_heads", "merge_heads", "dropout_mask"}
+    checked = {
+        "attention_fwd",
+        "attention_bwd",
+        "masked_softmax_fwd",
+        "masked_softmax_bwd",
+        "split_heads",
+        "merge_heads",
+        "dropout_mask",
+    }
     assert names == checked | {"draw_rng_state"}  # the last is random: two runs of it differ
 
 
@@ -236,7 +273,9 @@ def test_fake_tensors_have_the_shapes_strides_and_types_of_real_ones(dtype):
         x = cases.build(c)
 
         def run(q, k, v, bias):
-            out, lse, weights = mha_ext.attention(q, k, v, mask=masks.Causal(), bias=bias, return_lse=True, return_weights=True)
+            out, lse, weights = mha_ext.attention(
+                q, k, v, mask=masks.Causal(), bias=bias, return_lse=True, return_weights=True
+            )
             return [out, lse, weights, *torch.autograd.grad(out.sum() + lse.sum() + weights.sum(), [q, k, v, bias])]
 
         real = run(*x.leaves().values())
@@ -344,7 +383,9 @@ def test_jacrev_and_hessian():
     truth = lambda q: oracle.attention(q, k, v)[0].square().sum()  # noqa: E731
     ours = lambda q: mha_ext.attention(q, k, v).square().sum()  # noqa: E731
     torch.testing.assert_close(torch.func.jacrev(ours)(q), torch.func.jacrev(truth)(q))
-    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(ours))(q), torch.func.jacrev(torch.func.jacrev(truth))(q))
+    torch.testing.assert_close(
+        torch.func.jacrev(torch.func.jacrev(ours))(q), torch.func.jacrev(torch.func.jacrev(truth))(q)
+    )
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (1, 0, None)], ids=str)
@@ -356,7 +397,9 @@ def test_vmap_equals_the_loop(kind, in_dims):
     bias, seen = randn(1, 4, 5, 5, seed=4), torch.rand(2, 1, 5, 5) < 0.6
 
     def f(q, k, v):
-        options = {"plain": {}, "causal": {"mask": masks.Causal()}, "bias": {"bias": bias}, "dense": {"mask": seen}}[kind]
+        options = {"plain": {}, "causal": {"mask": masks.Causal()}, "bias": {"bias": bias}, "dense": {"mask": seen}}[
+            kind
+        ]
         return mha_ext.attention(q, k, v, return_lse=True, **options)
 
     actual = torch.vmap(f, in_dims=in_dims)(*tensors)
@@ -368,7 +411,11 @@ def test_vmap_equals_the_loop(kind, in_dims):
 @pytest.mark.parametrize("bias_dim", [0, 1, None])
 def test_vmap_over_the_bias_and_its_gradient(bias_dim):
     q, k, v = (randn(3, 2, 2, 5, 4, dtype=torch.float64, seed=s) for s in range(3))
-    bias = randn(1, 2, 5, 5, dtype=torch.float64) if bias_dim is None else randn(3, 1, 2, 5, 5, dtype=torch.float64).movedim(0, bias_dim)
+    bias = (
+        randn(1, 2, 5, 5, dtype=torch.float64)
+        if bias_dim is None
+        else randn(3, 1, 2, 5, 5, dtype=torch.float64).movedim(0, bias_dim)
+    )
 
     def f(fn):
         def value(q, k, v, bias):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import cases
 import pytest
 import torch
 
@@ -73,9 +74,18 @@ def test_not_tensors():
 def test_devices():
     meta = torch.empty(2, 2, 7, 8, device="meta")
     refusal(lambda: mha_ext.attention(q, meta, meta), "cpu", "meta", kind=ValueError)
-    refusal(lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.bool, device="meta")), "cpu", "meta", kind=ValueError)
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.bool, device="meta")),
+        "cpu",
+        "meta",
+        kind=ValueError,
+    )
     refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7, device="meta")), "cpu", "meta", kind=ValueError)
-    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Padding(torch.ones(2, dtype=torch.int64, device="meta"))), "meta", kind=ValueError)
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=masks.Padding(torch.ones(2, dtype=torch.int64, device="meta"))),
+        "meta",
+        kind=ValueError,
+    )
 
 
 MASK_SHAPES = {
@@ -112,8 +122,12 @@ def test_mask_types():
     refusal(lambda: mha_ext.attention(q, k, v, mask=torch.ones(5, 7).int()), "int32", "bool", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, mask="causal"), "str", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, mask=True), "bool", kind=TypeError)
-    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Causal), "mask object", kind=TypeError)  # the class instead of an object
-    refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7, dtype=torch.bool)), "bool", "mask=", kind=TypeError)
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=masks.Causal), "mask object", kind=TypeError
+    )  # the class instead of an object
+    refusal(
+        lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7, dtype=torch.bool)), "bool", "mask=", kind=TypeError
+    )
     refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7).double()), "float64", "float32", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, bias=0.5), "float", kind=TypeError)
     refusal(lambda: masks.Causal() & torch.ones(5, 7, dtype=torch.bool), "Dense", kind=TypeError)
@@ -125,11 +139,32 @@ def test_mask_objects():
     for kind in (masks.Padding, masks.LeftPadding, masks.Prefix):
         refusal(lambda: mha_ext.attention(q, k, v, mask=kind(three)), kind.__name__, "[3]", "[2]", kind=ValueError)  # noqa: B023
         refusal(lambda: mha_ext.attention(q, k, v, mask=kind(wrong)), kind.__name__, "[1,2]", kind=ValueError)  # noqa: B023
-        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([1.0, 2.0]))), "float32", kind=(ValueError, TypeError))  # noqa: B023
-        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([True, False]))), "bool", kind=(ValueError, TypeError))  # noqa: B023
-    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(7, dtype=torch.int64))), "[7]", kind=ValueError)
-    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(2, 6, dtype=torch.int64))), "[2,6]", "[2,7]", kind=ValueError)
-    refusal(lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(3, 7, dtype=torch.int64))), "[3,7]", kind=ValueError)
+        refusal(
+            lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([1.0, 2.0]))),
+            "float32",
+            kind=(ValueError, TypeError),
+        )  # noqa: B023
+        refusal(
+            lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([True, False]))),
+            "bool",
+            kind=(ValueError, TypeError),
+        )  # noqa: B023
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(7, dtype=torch.int64))),
+        "[7]",
+        kind=ValueError,
+    )
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(2, 6, dtype=torch.int64))),
+        "[2,6]",
+        "[2,7]",
+        kind=ValueError,
+    )
+    refusal(
+        lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(3, 7, dtype=torch.int64))),
+        "[3,7]",
+        kind=ValueError,
+    )
     refusal(lambda: masks.Causal("left"), "bottom_right", "top_left", kind=ValueError)
     refusal(lambda: masks.Causal(True), "bottom_right", kind=(ValueError, TypeError))
     refusal(lambda: masks.Window(1.5, 0), "1.5", kind=(ValueError, TypeError))
@@ -143,9 +178,22 @@ def test_probability(p):
     refusal(lambda: mha_ext.scaled_dot_product_attention(q, q, q, dropout_p=p), "[0,1]", kind=ValueError)
 
 
-@pytest.mark.parametrize("state", [torch.tensor([1.0, 2.0]), torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor([1, 2], dtype=torch.int32), 7, (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([1]),
+        torch.tensor([[1, 2]]),
+        torch.tensor([1, 2], dtype=torch.int32),
+        7,
+        (1, 2),
+    ],
+    ids=str,
+)
 def test_rng_state(state):
-    refusal(lambda: mha_ext.attention(q, k, v, dropout_p=0.5, rng_state=state), "int64", "[2]", kind=(ValueError, TypeError))
+    refusal(
+        lambda: mha_ext.attention(q, k, v, dropout_p=0.5, rng_state=state), "int64", "[2]", kind=(ValueError, TypeError)
+    )
 
 
 def test_numbers():
@@ -167,7 +215,12 @@ def test_heads():
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), -2), "-2", kind=ValueError)
     refusal(lambda: mha_ext.split_heads(torch.randn(3, 8), 2), "[3,8]", kind=ValueError)
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 2, torch.randn(7)), "[7]", "[8]", kind=ValueError)
-    refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 2, torch.randn(8).double()), "float64", "float32", kind=TypeError)
+    refusal(
+        lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 2, torch.randn(8).double()),
+        "float64",
+        "float32",
+        kind=TypeError,
+    )
     refusal(lambda: mha_ext.split_heads(torch.ones(2, 3, 8).long(), 2), "int64", kind=TypeError)
     refusal(lambda: mha_ext.merge_heads(torch.randn(2, 3, 8)), "[2,3,8]", kind=ValueError)
     refusal(lambda: mha_ext.merge_heads(torch.randn(2, 4, 3, 8), torch.eye(3)), "[3,3]", "[4,4]", kind=ValueError)
@@ -194,9 +247,19 @@ def test_modules():
     refusal(lambda: nn.MultiheadAttention(10, 3), "10", "3", kind=(ValueError, AssertionError))
     module = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
-    refusal(lambda: module(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)), "[2,4]", kind=(ValueError, RuntimeError))
-    refusal(lambda: module(x, x, x, attn_mask=torch.zeros(5, 4, dtype=torch.bool)), "[5,4]", kind=(ValueError, RuntimeError))
-    refusal(lambda: module(x, x, x, attn_mask=torch.zeros(3, 5, 5, dtype=torch.bool)), "[3,5,5]", kind=(ValueError, RuntimeError))
+    refusal(
+        lambda: module(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool)),
+        "[2,4]",
+        kind=(ValueError, RuntimeError),
+    )
+    refusal(
+        lambda: module(x, x, x, attn_mask=torch.zeros(5, 4, dtype=torch.bool)), "[5,4]", kind=(ValueError, RuntimeError)
+    )
+    refusal(
+        lambda: module(x, x, x, attn_mask=torch.zeros(3, 5, 5, dtype=torch.bool)),
+        "[3,5,5]",
+        kind=(ValueError, RuntimeError),
+    )
     refusal(lambda: module(x[0, 0], x, x), "[8]", kind=(ValueError, RuntimeError, AssertionError))
     refusal(lambda: module(torch.randn(2, 5, 6), x, x), "[2,5,6]", kind=(ValueError, RuntimeError, AssertionError))
     refusal(lambda: nn.SelfAttention(16, 3, head_dim=None), "16", "3", kind=ValueError)
@@ -205,26 +268,27 @@ def test_modules():
 
 def test_ops_called_directly_refuse_instead_of_crashing():
     """torch.ops.mha_ext.* does not trust its callers."""
-    op = torch.ops.mha_ext.attention_fwd
-    nothing = (None,) * 6
+    op = torch.ops.mha_ext.attention_fwd.default
 
-    def call(q=q, k=k, v=v, rest=nothing, left=None, right=None, p=0.0, rng=None):
-        return op(q, k, v, *rest, left, right, False, 1.0, 0.0, p, rng, False)
+    def call(**given):
+        return op(*cases.op_arguments(op, **{"q": q, "k": k, "v": v, "scale": 1.0, **given}))
 
+    ones = lambda *s: torch.ones(s, dtype=torch.int64)  # noqa: E731
     call()
     refusal(lambda: call(k=k[0]), "[2,7,8]", kind=RuntimeError)
     refusal(lambda: call(v=v[:, :, :3]), "[2,2,3,8]", kind=RuntimeError)
     refusal(lambda: call(k=k.double()), "Double", kind=RuntimeError)
     refusal(lambda: call(q=q.long(), k=k.long(), v=v.long()), kind=RuntimeError)
-    refusal(lambda: call(rest=(torch.ones(5, 7), *nothing[1:])), "[5,7]", kind=RuntimeError)
-    refusal(lambda: call(rest=(None, torch.ones(1, 1, 5, 7), *nothing[2:])), "bool", kind=RuntimeError)
-    refusal(lambda: call(rest=(None, torch.ones(1, 1, 5, 6, dtype=torch.bool), *nothing[2:])), "[1,1,5,6]", kind=RuntimeError)
-    refusal(lambda: call(rest=(None, None, torch.ones(2, 4, dtype=torch.int64), *nothing[3:])), "[2,4]", kind=RuntimeError)
-    refusal(lambda: call(rest=(None, None, torch.ones(2, 5), *nothing[3:])), kind=RuntimeError)
-    refusal(lambda: call(rest=(*nothing[:4], torch.ones(2, 5, dtype=torch.int64), None)), kind=RuntimeError)
-    refusal(lambda: call(p=0.5), "rng_state", kind=RuntimeError)
-    refusal(lambda: call(p=0.5, rng=torch.ones(3, dtype=torch.int64)), "[3]", kind=RuntimeError)
-    refusal(lambda: call(p=1.5, rng=torch.ones(2, dtype=torch.int64)), "1.5", kind=RuntimeError)
+    refusal(lambda: call(bias=torch.ones(5, 7)), "[5,7]", kind=RuntimeError)
+    refusal(lambda: call(mask=torch.ones(1, 1, 5, 7)), "bool", kind=RuntimeError)
+    refusal(lambda: call(mask=torch.ones(1, 1, 5, 6, dtype=torch.bool)), "[1,1,5,6]", kind=RuntimeError)
+    refusal(lambda: call(begin=ones(2, 4)), "[2,4]", kind=RuntimeError)
+    refusal(lambda: call(begin=torch.ones(2, 5)), kind=RuntimeError)
+    refusal(lambda: call(query_ids=ones(2, 5)), kind=RuntimeError)
+    refusal(lambda: call(query_ids=ones(2, 5), key_ids=ones(2, 6)), "[2,6]", kind=RuntimeError)
+    refusal(lambda: call(dropout_p=0.5), "rng_state", kind=RuntimeError)
+    refusal(lambda: call(dropout_p=0.5, rng_state=ones(3)), "[3]", kind=RuntimeError)
+    refusal(lambda: call(dropout_p=1.5, rng_state=ones(2)), "1.5", kind=RuntimeError)
     refusal(lambda: torch.ops.mha_ext.split_heads(torch.randn(2, 3, 10), 4), "[2,3,10]", kind=RuntimeError)
     refusal(lambda: torch.ops.mha_ext.merge_heads(torch.randn(2, 3, 10)), "[2,3,10]", kind=RuntimeError)
     refusal(lambda: torch.ops.mha_ext.dropout_mask(torch.tensor([1.0, 2.0]), 0.5, 1, 1, 2, 2), kind=RuntimeError)

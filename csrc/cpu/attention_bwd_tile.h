@@ -13,9 +13,10 @@ MHA_ISA_BEGIN
 template <class T>
 struct QueryBlock {
   RowBlock rows;
-  T lse[kMaxRows];    // +inf where a row sees nothing, so that its weights are 0
-  T delta[kMaxRows];  // rowsum(dout * out) - dlse
-  bool finite;        // query and dout hold neither NaN nor Inf
+  T lse[kMaxRows];       // +inf where a row sees nothing, so that its weights are 0
+  T lse_rest[kMaxRows];  // what rounding took from lse
+  T delta[kMaxRows];     // rowsum(dout * out) - dlse
+  bool finite;           // query and dout hold neither NaN nor Inf
 };
 
 // The tiles of one thread. Pairs round P and dS to bf16, dS in two layouts.
@@ -86,7 +87,8 @@ inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBloc
   constexpr int L = Vec<T>::lanes;
   const Vec<T> scale2 = set1(T(scale * kLog2e)), minus_log2e = set1(T(-kLog2e));
   for (int r = 0; r < kMaxRows; r += L) {
-    const Vec<T> minus_lse2 = load(block.lse + r) * minus_log2e, delta = load(block.delta + r);
+    const Vec<T> rest2 = load(block.lse_rest + r) * minus_log2e, delta = load(block.delta + r);
+    const Vec<T> minus_lse2 = fma(load(block.lse + r), minus_log2e, rest2);
     auto step = [&](int j, Vec<T>* weight, Vec<T>* ds) {
       *weight = exp2<Degree>(fma(load(t.s + j * kMaxRows + r), scale2, minus_lse2));
       *ds = *weight * (load(t.dp + j * kMaxRows + r) - delta);
@@ -200,7 +202,7 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
       }
       if (p.bias.data) x = x + load(t.bias + at);
       // The difference comes first: log2(e) times the smallest floats, a common bias, would be -inf.
-      Vec<T> weight = exp2<Degree>((x - load(block.lse + r)) * log2e), dropped = weight;
+      Vec<T> weight = exp2<Degree>(((x - load(block.lse + r)) - load(block.lse_rest + r)) * log2e), dropped = weight;
       if (p.dropout.rng_state) {
         const Vec<T> factor = load(t.factor + at);
         dp = dp * factor;

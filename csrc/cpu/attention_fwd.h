@@ -230,10 +230,13 @@ struct ForwardBlock {
     int64_t offset[kMaxRows];
     row_offsets(offset, p.out.stride);
     untranspose_rows(p.out.data, p.dtype, offset, s.out, kMaxRows, s.block->rows, int(p.Dv));
-    T* lse = static_cast<T*>(p.lse);
+    T *lse = static_cast<T*>(p.lse), *lse_rest = static_cast<T*>(p.lse_rest);
     for (int r = 0; r < s.block->rows; ++r) {
       const int64_t row = (s.block->b * p.H + s.block->head[r]) * p.Sq + s.block->query[r];
-      lse[row] = s.row_sum[r] == 0 ? -kInf : s.row_max[r] * rule.natural + std::log(s.row_sum[r]);
+      const bool empty = s.row_sum[r] == 0;
+      const T log_sum = std::log(s.row_sum[r]);
+      lse[row] = empty ? -kInf : std::fma(s.row_max[r], rule.natural, log_sum);
+      if (lse_rest) lse_rest[row] = empty ? T(0) : std::fma(s.row_max[r], rule.natural, -lse[row]) + log_sum;
     }
   }
 

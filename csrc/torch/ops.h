@@ -13,26 +13,28 @@ namespace mha::torch_layer {
   Modifiers { bias, mask, begin, end, query_ids, key_ids, left, right, top_left, dropout_p, rng_state }
 
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS, double scale,
-                                                 double softcap, double dropout_p, OptionalTensor rng_state,
-                                                 bool return_weights) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS,
+                                                         double scale, double softcap, double dropout_p,
+                                                         OptionalTensor rng_state, bool return_weights,
+                                                         bool /*deterministic: for backward*/) {
   AttentionForward p;
   AttentionInputs in = attention_inputs(q, k, v);
   fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
-  Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q);
+  Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q), lse_rest = empty_lse(q);
   Tensor weights = empty(return_weights ? Sizes{p.B, p.H, p.Sq, p.Sk} : Sizes{0}, q.scalar_type(), q);
   p.out = view4(out);
-  p.lse = lse.data_ptr();
+  p.lse = lse.data_ptr(), p.lse_rest = lse_rest.data_ptr();
   if (return_weights) p.weights = view4(weights);
   Backend::attention_fwd(p, q);
-  return {out, lse, weights};
+  return {out, lse, lse_rest, weights};
 }
 
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTensor dlse, OptionalTensor dweights,
                                                          Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                                         MHA_MASK_PARAMETERS, double scale, double softcap,
-                                                         double dropout_p, OptionalTensor rng_state, bool need_dbias) {
+                                                         Tensor lse_rest, MHA_MASK_PARAMETERS, double scale,
+                                                         double softcap, double dropout_p, OptionalTensor rng_state,
+                                                         bool need_dbias, bool deterministic) {
   AttentionBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
   fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
@@ -53,6 +55,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTe
   };
   p.dout = view4(dout_unit), p.out = view4(out_unit);
   p.lse = row_statistic(lse, "lse");
+  p.lse_rest = row_statistic(lse_rest, "lse_rest");
+  p.deterministic = deterministic;
   if (dlse) p.dlse = row_statistic(*dlse, "dlse");
   if (dweights) {
     check_shape(*dweights, "dweights", {p.B, p.H, p.Sq, p.Sk});

@@ -10,11 +10,11 @@ STABLE_TORCH_LIBRARY(mha_ext, m) {
   const std::string dropout = "float dropout_p, Tensor? rng_state";
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
   def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + "float scale, float softcap, " + dropout +
-      ", bool return_weights) -> (Tensor out, Tensor lse, Tensor weights)");
+      ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
   def("attention_bwd(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, " +
+      "lse, Tensor lse_rest, " +
       mask + "float scale, float softcap, " + dropout +
-      ", bool need_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+      ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
   def("masked_softmax_fwd(Tensor scores, " + mask + "float scale, " + dropout + ") -> (Tensor out, Tensor lse)");
   def("masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, " + mask + "float scale, " + dropout +
       ", bool need_dbias) -> (Tensor dscores, Tensor dbias)");

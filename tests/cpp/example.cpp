@@ -14,8 +14,8 @@ int main() {
 
   // The arguments in the order of the schema. right = 0 is causal.
   const c10::IValue none;
-  torch::jit::Stack stack{q,    k,          v,     none,  none, none, none, none, none,
-                          none, int64_t(0), false, scale, 0.0,  0.0,  none, false};
+  torch::jit::Stack stack{q,    k,          v,     none,  none, none, none, none,  none,
+                          none, int64_t(0), false, scale, 0.0,  0.0,  none, false, false};
   c10::Dispatcher::singleton().findSchemaOrThrow("mha_ext::attention_fwd", "").callBoxed(stack);
   const at::Tensor out = stack[0].toTensor(), lse = stack[1].toTensor();
 

@@ -155,13 +155,16 @@ inline double dot(Array4& x, int64_t b, int64_t h, int64_t i, Array4& y, int64_t
 }
 
 // log(sum(exp(scores[j]))) over the visible keys; -inf when there are none.
-inline double logsumexp(const std::vector<double>& scores) {
-  double top = -std::numeric_limits<double>::infinity(), sum = 0;
-  for (double s : scores) top = std::isnan(s) || s > top ? s : top;
-  if (std::isinf(top) && top < 0) return top;
-  for (double s : scores) sum += std::exp(s - top);
-  return top + std::log(sum);
-}
+struct LogSumExp {
+  double top = -std::numeric_limits<double>::infinity(), sum = 0;  // log(sum) + top; apart, as top may be huge
+
+  explicit LogSumExp(const std::vector<double>& scores) {
+    for (double s : scores) top = std::isnan(s) || s > top ? s : top;
+    if (std::isinf(top) && top < 0) return;
+    for (double s : scores) sum += std::exp(s - top);
+  }
+  double value() const { return sum == 0 ? top : top + std::log(sum); }
+};
 
 inline bool sees_nothing(double lse) { return std::isinf(lse) && lse < 0; }
 
@@ -195,12 +198,13 @@ inline void attention_fwd(const mha::AttentionForward& p) {
         keys.push_back(j);
         scores.push_back(softcapped(p.scale * dot(q, b, h, i, k, hk, j), p.softcap) + bias(b, h, i, j));
       }
-    const double lse = logsumexp(scores);
-    store(p.lse, acc, (b * p.H + h) * p.Sq + i, lse);
-    if (sees_nothing(lse)) return;
-    for (size_t n = 0; n < keys.size(); ++n) {
+    const int64_t row = (b * p.H + h) * p.Sq + i;
+    const LogSumExp lse(scores);
+    store(p.lse, acc, row, lse.value());
+    if (p.lse_rest) store(p.lse_rest, acc, row, lse.sum == 0 ? 0 : lse.top - load(p.lse, acc, row) + std::log(lse.sum));
+    for (size_t n = 0; lse.sum != 0 && n < keys.size(); ++n) {
       const int64_t j = keys[n];
-      const double w = std::exp(scores[n] - lse) * dropout_factor(p.dropout, b * p.H + h, i, j);
+      const double w = std::exp(scores[n] - lse.top) / lse.sum * dropout_factor(p.dropout, b * p.H + h, i, j);
       weights(b, h, i, j) = w;
       for (int64_t d = 0; d < p.Dv; ++d) out(b, h, i, d) += w * v(b, hk, j, d);
     }
@@ -220,13 +224,13 @@ inline void attention_bwd(const mha::AttentionBackward& p) {
   BiasGradient dbias(p.dbias, p.B, p.H, p.Sq, p.Sk);
   for_each(Array4(p.B, p.H, p.Sq, 1), [&](int64_t b, int64_t h, int64_t i, int64_t) {
     const int64_t hk = h / (p.H / p.Hk), row = (b * p.H + h) * p.Sq + i;
-    const double lse = load(p.lse, acc, row);
+    const double lse = load(p.lse, acc, row), lse_rest = p.lse_rest ? load(p.lse_rest, acc, row) : 0;
     if (sees_nothing(lse)) return;
     const double delta = dot(dout, b, h, i, out, h, i) - (p.dlse ? load(p.dlse, acc, row) : 0);
     for (int64_t j = 0; j < p.Sk; ++j) {
       if (!visible(p.mask, b, h, i, j)) continue;
       const double x = p.scale * dot(q, b, h, i, k, hk, j), factor = dropout_factor(p.dropout, b * p.H + h, i, j);
-      const double weight = std::exp(softcapped(x, p.softcap) + bias(b, h, i, j) - lse);
+      const double weight = std::exp(softcapped(x, p.softcap) + bias(b, h, i, j) - lse - lse_rest);
       const double dweight = (dot(dout, b, h, i, v, hk, j) + dweights(b, h, i, j)) * factor;
       const double dscore = weight * (dweight - delta);
       const double dqk = dscore * softcap_derivative(x, p.softcap) * p.scale;
@@ -253,7 +257,7 @@ inline void masked_softmax_fwd(const mha::MaskedSoftmaxForward& p) {
     std::vector<double> scores;
     for (int64_t j = 0; j < p.Sk; ++j)
       if (visible(p.mask, b, h, i, j)) scores.push_back(p.scale * in(b, h, i, j) + bias(b, h, i, j));
-    const double lse = logsumexp(scores);
+    const double lse = LogSumExp(scores).value();
     store(p.lse, mha::accumulate_type(p.dtype), (b * p.H + h) * p.Sq + i, lse);
     if (sees_nothing(lse)) return;
     for (int64_t j = 0, n = 0; j < p.Sk; ++j)

@@ -47,8 +47,8 @@ struct Case {
 // Inputs of one case, and the struct over them. Outputs are made per run.
 struct Inputs {
   Strided q, k, v, bias, dout, out, dweights;
-  std::vector<double> lse, dlse;
-  std::vector<float> lse32, dlse32;
+  std::vector<double> lse, lse_rest, dlse;
+  std::vector<float> lse32, lse_rest32, dlse32;
   std::vector<int64_t> begin, end, query_ids, key_ids;
   std::vector<uint8_t> dense;
   int64_t rng[2];
@@ -132,10 +132,11 @@ void run_forward(Inputs& in) {
   static_cast<mha::AttentionProblem&>(f) = in.p;
   f.out = in.out.t;
   in.lse.resize(size_t(f.B * f.H * f.Sq));
-  in.lse32.resize(in.lse.size());
+  in.lse32.resize(in.lse.size()), in.lse_rest.resize(in.lse.size()), in.lse_rest32.resize(in.lse.size());
   f.lse = f.dtype == DType::f64 ? static_cast<void*>(in.lse.data()) : in.lse32.data();
+  f.lse_rest = f.dtype == DType::f64 ? static_cast<void*>(in.lse_rest.data()) : in.lse_rest32.data();
   naive::attention_fwd(f);
-  in.p.lse = f.lse;
+  in.p.lse = f.lse, in.p.lse_rest = f.lse_rest;
 }
 
 void make_inputs(const Case& c, Inputs& in) {
@@ -212,8 +213,11 @@ struct Wide {
     out = in.out.widened(), dweights = in.dweights.widened();
     p.dtype = p.bias_dtype = DType::f64;
     p.q = q.t, p.k = k.t, p.v = v.t, p.bias = bias.t, p.dout = dout.t, p.out = out.t, p.dweights = dweights.t;
-    if (in.p.dtype != DType::f64) in.lse.assign(in.lse32.begin(), in.lse32.end());
-    p.lse = in.lse.data();
+    if (in.p.dtype != DType::f64) {
+      in.lse.assign(in.lse32.begin(), in.lse32.end());
+      in.lse_rest.assign(in.lse_rest32.begin(), in.lse_rest32.end());
+    }
+    p.lse = in.lse.data(), p.lse_rest = in.lse_rest.data();
     if (p.dlse) p.dlse = in.dlse.data();
   }
 };
