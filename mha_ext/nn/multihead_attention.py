@@ -155,15 +155,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return F.pad(mask, (0, added)) if added > 0 else mask  # with False, or 0
 
     def _check(self, query, key, value, key_padding_mask, attn_mask, is_causal) -> None:
-        shapes = f"query, key, value have shapes {text(query.shape)}, {text(key.shape)}, {text(value.shape)}"
         sizes = self.embed_dim, self.kdim, self.vdim
         if query.dim() not in (2, 3) or not (query.dim() == key.dim() == value.dim()):
-            raise ValueError(f"{shapes}; accepted: all three of three dimensions, or of two without a batch.")
+            raise ValueError(
+                f"{_shapes(query, key, value)}; accepted: all three of three dimensions, or of two without a batch."
+            )
         if (query.shape[-1], key.shape[-1], value.shape[-1]) != sizes:
-            raise ValueError(f"{shapes}; accepted: {sizes[0]}, {sizes[1]}, {sizes[2]} in the last dimension.")
+            raise ValueError(
+                f"{_shapes(query, key, value)}; accepted: {sizes[0]}, {sizes[1]}, {sizes[2]} in the last dimension."
+            )
         batched, batch_dim = query.dim() == 3, 0 if self.batch_first else 1
         if key.shape[:-1] != value.shape[:-1] or (batched and query.shape[batch_dim] != key.shape[batch_dim]):
-            raise ValueError(f"{shapes}; accepted: one batch size, and one length for key and value.")
+            raise ValueError(
+                f"{_shapes(query, key, value)}; accepted: one batch size, and one length for key and value."
+            )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal was given without attn_mask; it is a hint about attn_mask: pass that too.")
         length_dim = 1 - batch_dim if batched else 0
@@ -192,3 +197,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         padding = torch.arange(x.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]
         out, _ = self.forward(x, x, x, padding, need_weights=False)
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths)]), None
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query, key, value have shapes {text(query.shape)}, {text(key.shape)}, {text(value.shape)}"
