@@ -251,12 +251,13 @@ def _where_needed(gradients, ctx):
 
 
 def _split_heads_setup(ctx, inputs, output):
-    pass
+    ctx.has_bias = inputs[2] is not None
 
 
 def _split_heads_backward(ctx, dout):
     dx = merge_heads(dout, None) if ctx.needs_input_grad[0] else None
-    dbias = dout.sum((0, 2)).flatten() if ctx.needs_input_grad[2] else None
+    # Without a bias the dispatcher may drop that argument, and its flag.
+    dbias = dout.sum((0, 2)).flatten() if ctx.has_bias and ctx.needs_input_grad[2] else None
     return dx, None, dbias
 
 
