@@ -7,7 +7,6 @@ so that over the table each value meets most values of every other list without 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
@@ -32,7 +31,19 @@ HEAD_SIZES = [
 # "*_sparse": the last dimension is not contiguous; "expanded": keys and values are one sample expanded over the batch
 LAYOUTS = ["padded", "bshd", "packed", "plain", "expanded", "bshd", "last_sparse"]
 
-BIASES = ["none", "none", "Sq,Sk", "1,H,Sq,Sk", "none", "B,1,1,Sk", "B,H,Sq,Sk", "1,1,Sq,Sk", "1,H,1,Sk", "B,1,Sq,1", "none"]
+BIASES = [
+    "none",
+    "none",
+    "Sq,Sk",
+    "1,H,Sq,Sk",
+    "none",
+    "B,1,1,Sk",
+    "B,H,Sq,Sk",
+    "1,1,Sq,Sk",
+    "1,H,1,Sk",
+    "B,1,Sq,1",
+    "none",
+]
 
 MASKS = [
     "none", "causal", "causal_top_left", "window", "window_left", "window_right", "padding", "left_padding", "prefix", "documents",
@@ -139,7 +150,9 @@ def surrounded(t: torch.Tensor, order: tuple[int, ...] | None = None, last_step:
     sizes = [t.shape[d] + 2 for d in order]
     sizes[-1] = t.shape[order[-1]] * last_step + 3
     big = torch.full(sizes, poison, dtype=t.dtype, device=t.device)
-    inner = big[tuple(slice(1, 1 + t.shape[d]) for d in order[:-1]) + (slice(2, 2 + t.shape[order[-1]] * last_step, last_step),)]
+    inner = big[
+        tuple(slice(1, 1 + t.shape[d]) for d in order[:-1]) + (slice(2, 2 + t.shape[order[-1]] * last_step, last_step),)
+    ]
     view = inner.permute([order.index(d) for d in range(t.dim())])
     return view.copy_(t)
 
@@ -261,5 +274,14 @@ def build(c: Case, device="cpu") -> Inputs:
     return Inputs(q, k, v, mask, seen, build_bias(c.bias, c, gen, device), surrounded(dout, (2, 0, 1, 3)), rng_state)
 
 
-def default_scale(D: int) -> float:
-    return 1 / math.sqrt(D)
+def op_arguments(op, **given) -> tuple:
+    """The arguments of an op in the order of its schema: those given by name, and for the others None, False, or 0."""
+    names = [a.name for a in op._schema.arguments]
+    assert set(given) <= set(names), f"{op} has no {set(given) - set(names)}"
+    neutral = {"Tensor?": None, "int?": None, "bool": False, "float": 0.0}
+    return tuple(
+        given[a.name]
+        if a.name in given
+        else neutral[str(a.type).replace("Optional[Tensor]", "Tensor?").replace("Optional[int]", "int?")]
+        for a in op._schema.arguments
+    )

@@ -57,7 +57,9 @@ def softmax(scores, seen=None):
 class Truth:
     exact: torch.Tensor  # fp64
     rival: torch.Tensor | None  # torch's own, in the tested dtype
-    magnitude: torch.Tensor  # fp64: sum of the absolute values of the terms behind each element, times (1 + largest score)
+    magnitude: (
+        torch.Tensor
+    )  # fp64: sum of the absolute values of the terms behind each element, times (1 + largest score)
     dtype: torch.dtype
 
 
@@ -101,7 +103,11 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         Hk, Sk = k.shape[1], k.shape[2]
         scale = D**-0.5 if scale is None else scale
         _, lse, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap)
-        kept = torch.ones_like(weights) if keep is None else keep.double() * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
+        kept = (
+            torch.ones_like(weights)
+            if keep is None
+            else keep.double() * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
+        )
         kr, vr = (t.repeat_interleave(H // Hk, dim=1).abs() if Hk else t for t in (k, v))
         scores = abs(scale) * (q.abs() @ kr.transpose(-1, -2))
         if bias is not None:
@@ -134,7 +140,9 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         return result
 
 
-def truths(q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, scale=None, softcap=0.0, keep=None, dropout_p=0.0):
+def truths(
+    q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, scale=None, softcap=0.0, keep=None, dropout_p=0.0
+):
     """What out, lse, weights and the gradients of q, k, v (and bias) are, as a dict of Truth. dlse and dweights: gradients of the lse and of
     the weights, where they are outputs that the loss uses."""
     dtype = q.dtype
@@ -155,7 +163,16 @@ def truths(q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, sca
             grads = torch.autograd.grad(out, leaves, dout)
         else:
             out, lse, weights = attention(
-                lq, lk, lv, seen=seen, bias=lbias, scale=scale, softcap=softcap, keep=keep, dropout_p=dropout_p, dtype=compute_dtype
+                lq,
+                lk,
+                lv,
+                seen=seen,
+                bias=lbias,
+                scale=scale,
+                softcap=softcap,
+                keep=keep,
+                dropout_p=dropout_p,
+                dtype=compute_dtype,
             )
             values, weighting = [out], [dout.to(out.dtype)]
             if dlse is not None:
@@ -202,7 +219,9 @@ def compare(name: str, actual, exact, rival, factor=FORWARD, magnitude=None) -> 
     """The rule for any op: `exact` in fp64, `rival` torch's own in the tested dtype; magnitude defaults to the largest of each row."""
     exact, dtype = exact.detach().double(), actual.dtype
     if magnitude is None:
-        magnitude = exact.abs().amax(-1, keepdim=True).expand_as(exact) if exact.numel() and exact.dim() else exact.abs()
+        magnitude = (
+            exact.abs().amax(-1, keepdim=True).expand_as(exact) if exact.numel() and exact.dim() else exact.abs()
+        )
     within_rule(name, actual, Truth(exact, rival, magnitude.double(), dtype), factor)
 
 
@@ -213,7 +232,12 @@ def philox4x32_10(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     low = np.uint64(0xFFFFFFFF)
     for _ in range(10):
         p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), p1 & low, (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), p0 & low]
+        c = [
+            (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            p1 & low,
+            (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            p0 & low,
+        ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack(c, -1).astype(np.uint32)
 

@@ -84,11 +84,15 @@ def test_what_is_returned_in_which_order():
         torch.testing.assert_close(other, out)
     # lse is the natural log of the softmax denominator, and the weights sum to one
     scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5
-    oracle.compare("lse", three[1], scores.logsumexp(-1), (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5).logsumexp(-1))
+    oracle.compare(
+        "lse", three[1], scores.logsumexp(-1), (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5).logsumexp(-1)
+    )
     oracle.compare("sum", three[2].sum(-1), torch.ones(2, 4, 5), torch.softmax(scores.float(), -1).sum(-1))
 
 
-@pytest.mark.parametrize("shape", ["5,7", "1,1,5,7", "2,1,5,7", "1,4,5,7", "2,4,5,7", "1,1,1,7", "2,1,1,7", "2,4,1,1", "1,4,1,1", "1,1,5,1"])
+@pytest.mark.parametrize(
+    "shape", ["5,7", "1,1,5,7", "2,1,5,7", "1,4,5,7", "2,4,5,7", "1,1,1,7", "2,1,1,7", "2,4,1,1", "1,4,1,1", "1,1,5,1"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_bias_of_every_broadcast(shape, dtype, mask, device):

@@ -25,7 +25,9 @@ def symbols(*options: str) -> list[str]:
 
 
 def undefined() -> list[str]:
-    found = subprocess.run(["nm", "-D", "-C", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        ["nm", "-D", "-C", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
     return [line.strip().removeprefix("U ").removeprefix("w ").strip() for line in found.splitlines()]
 
 
@@ -34,7 +36,9 @@ def test_no_unstable_torch_symbols():
     """Of torch, the library may need only its C shim (aoti_torch_*, torch_*): no symbol of at::, c10:: or torch:: classes."""
     names = undefined()
     assert any(name.startswith(("aoti_torch_", "torch_")) for name in names), "the scan sees torch's shim"
-    unstable = [name for name in names if re.search(r"\b(at|c10|torch|caffe2|pybind11::detail::type_caster<at)::", name)]
+    unstable = [
+        name for name in names if re.search(r"\b(at|c10|torch|caffe2|pybind11::detail::type_caster<at)::", name)
+    ]
     assert unstable == []
 
 
@@ -55,17 +59,23 @@ def test_no_second_thread_pool_and_no_fast_math():
     names = undefined()
     assert not [name for name in names if name.startswith(("GOMP_", "omp_", "__kmpc_"))]
     code = "import torch, mha_ext; t = torch.tensor([1e-40]); print((t * 1.0).item() != 0.0)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "True"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "True"
+    )
 
 
 @needs_nm
 def test_only_the_module_entry_is_exported():
     """Symbols of kernels stay inside, so that they cannot collide with another library's."""
-    found = subprocess.run(["nm", "-DC", "--defined-only", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        ["nm", "-DC", "--defined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
     names = [line.split(maxsplit=2)[2] for line in found.splitlines()]
     assert "PyInit__C" in names
-    kernels = [name for name in names if re.search(r"\bmha::", name) and not name.startswith(("typeinfo", "vtable", "guard"))]
-    assert kernels == [] or not (ROOT / "setup.py").exists()
+    kernels = [
+        name for name in names if re.search(r"\bmha::", name) and not name.startswith(("typeinfo", "vtable", "guard"))
+    ]
+    assert kernels == []
 
 
 @needs_nm
@@ -75,7 +85,9 @@ def test_each_isa_object_exports_one_symbol(isa):
     objects = sorted(ROOT.glob(f"build/**/isa_{isa}.o"), key=lambda p: p.stat().st_mtime)
     if not objects:
         pytest.skip("no objects here: installed, not built in place")
-    found = subprocess.run(["nm", "-C", "--defined-only", "--extern-only", str(objects[-1])], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["nm", "-C", "--defined-only", "--extern-only", str(objects[-1])], capture_output=True, text=True, check=True
+    )
     names = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
     strong = [name for _, kind, name in names if kind in "TDBR"]
     weak = [name for _, kind, name in names if kind in "WVu"]
@@ -121,7 +133,12 @@ def test_import_is_quick_and_quiet():
         "import torch, os; before = (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed());"
         "import mha_ext; assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed())"
     )
-    result = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:mha_ext", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:mha_ext", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert result.returncode == 0 and result.stdout == "" and result.stderr == "", result.stderr
 
 
@@ -139,7 +156,9 @@ def test_unstable_headers_are_not_included():
     for path in (ROOT / "csrc").rglob("*"):
         if path.suffix in (".h", ".cpp", ".cuh", ".cu"):
             for name in re.findall(r'#\s*include\s*[<"]([^>"]+)', path.read_text()):
-                assert not name.startswith(("ATen/", "c10/", "torch/extension", "torch/torch.h", "torch/library.h")), f"{path}: {name}"
+                assert not name.startswith(("ATen/", "c10/", "torch/extension", "torch/torch.h", "torch/library.h")), (
+                    f"{path}: {name}"
+                )
 
 
 def test_loads_beside_torch_of_this_version():

@@ -49,7 +49,9 @@ def finite(lse):
 
 
 @pytest.mark.parametrize("outputs", ["lse", "weights", "out, lse", "out, weights", "out, lse, weights"])
-@pytest.mark.parametrize("mask,options", [("none", "plain"), ("padding", "all"), ("and", "softcap"), ("dense", "dropout")])
+@pytest.mark.parametrize(
+    "mask,options", [("none", "plain"), ("padding", "all"), ("and", "softcap"), ("dense", "dropout")]
+)
 def test_attention_with_lse_and_weights(outputs, mask, options):
     def f(q, k, v, bias):
         out, lse, weights = mha_ext.attention(
@@ -61,7 +63,9 @@ def test_attention_with_lse_and_weights(outputs, mask, options):
     assert gradcheck(f, (*inputs(), f64(1, 2, 3, 5, seed=3)))
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (1, 1, 1, 5), (2, 1, 3, 1), (1, 2, 1, 1), (1, 1, 1, 1), (2, 2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (1, 1, 1, 5), (2, 1, 3, 1), (1, 2, 1, 1), (1, 1, 1, 1), (2, 2, 3, 5)], ids=str
+)
 def test_bias_broadcasts(shape):
     def f(bias):
         return mha_ext.attention(*(t.detach() for t in inputs()), mask=masks.Causal(), bias=bias)
@@ -118,12 +122,16 @@ def test_scaled_dot_product_attention():
     q, k, v = inputs(Hk=2)
     bias = f64(3, 5, seed=3)
     for check in (gradcheck, gradgradcheck):
-        assert check(lambda q, k, v, b: mha_ext.scaled_dot_product_attention(q, k, v, b, is_causal=True), (q, k, v, bias))
+        assert check(
+            lambda q, k, v, b: mha_ext.scaled_dot_product_attention(q, k, v, b, is_causal=True), (q, k, v, bias)
+        )
 
 
 def test_non_contiguous_leaves_and_outputs():
     q, k, v = (f64(2, 4, 2, 3, seed=s) for s in range(3))  # [B,S,H,D]
-    assert gradcheck(lambda q, k, v: mha_ext.attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2).flatten(2), (q, k, v))
+    assert gradcheck(
+        lambda q, k, v: mha_ext.attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2).flatten(2), (q, k, v)
+    )
     q, k, v = (f64(2, 2, 3, 4, seed=s) for s in range(3))  # the last dimension is strided
     assert gradcheck(lambda q, k, v: mha_ext.attention(*(t.transpose(2, 3) for t in (q, k, v))), (q, k, v))
 

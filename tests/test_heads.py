@@ -9,7 +9,15 @@ import torch
 
 import mha_ext
 
-SIZES = [(2, 5, 3, 8), (1, 1, 1, 1), (3, 33, 4, 17), (2, 64, 12, 64), (1, 129, 2, 59), (2, 7, 1, 257), (70000, 1, 1, 2)]  # B,S,H,D
+SIZES = [
+    (2, 5, 3, 8),
+    (1, 1, 1, 1),
+    (3, 33, 4, 17),
+    (2, 64, 12, 64),
+    (1, 129, 2, 59),
+    (2, 7, 1, 257),
+    (70000, 1, 1, 2),
+]  # B,S,H,D
 
 
 def variants(x):
@@ -91,8 +99,12 @@ def test_merge_with_head_mix(B, S, H, D, dtype, device):
     rival, rival_grads = other(dtype)
     a, m, dg = x.detach().double().abs(), mix.detach().double().abs(), g.double().abs().view(B, S, H, D)
     oracle.compare("out", out, exact, rival, magnitude=torch.einsum("bhsd,hg->bsgd", a, m).reshape(B, S, H * D))
-    oracle.compare("dx", grads[0], exact_grads[0], rival_grads[0], oracle.GRADIENT, torch.einsum("bsgd,hg->bhsd", dg, m))
-    oracle.compare("dmix", grads[1], exact_grads[1], rival_grads[1], oracle.GRADIENT, torch.einsum("bhsd,bsgd->hg", a, dg))
+    oracle.compare(
+        "dx", grads[0], exact_grads[0], rival_grads[0], oracle.GRADIENT, torch.einsum("bsgd,hg->bhsd", dg, m)
+    )
+    oracle.compare(
+        "dmix", grads[1], exact_grads[1], rival_grads[1], oracle.GRADIENT, torch.einsum("bhsd,bsgd->hg", a, dg)
+    )
 
 
 def test_round_trip(device):

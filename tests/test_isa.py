@@ -19,11 +19,16 @@ AVAILABLE = mha_ext._ops._C.available_isas()  # plainest first
 
 
 def run(code: str, isa: str | None, *args: str, **more) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     environment.pop("MHA_EXT_CPU_ISA", None)
     if isa is not None:
         environment["MHA_EXT_CPU_ISA"] = isa
-    return subprocess.run([sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True, timeout=300, **more)
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True, timeout=300, **more
+    )
 
 
 def cpu_flags() -> set[str]:
@@ -51,7 +56,9 @@ def test_what_is_available_is_what_the_machine_has():
         assert (isa in AVAILABLE) == (needs <= flags), isa
 
 
-PROBE = "import torch, mha_ext; q = torch.ones(1, 1, 2, 8); mha_ext.attention(q, q, q); print(mha_ext._ops._C.cpu_isa())"
+PROBE = (
+    "import torch, mha_ext; q = torch.ones(1, 1, 2, 8); mha_ext.attention(q, q, q); print(mha_ext._ops._C.cpu_isa())"
+)
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -99,7 +106,9 @@ def core_results() -> dict[str, torch.Tensor]:
     results = {}
     for c in cases.CORE:
         x = cases.build(c)
-        out, lse = mha_ext.attention(x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options())
+        out, lse = mha_ext.attention(
+            x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options()
+        )
         keep = mha_ext.dropout_mask(x.rng_state, c.dropout_p, c.B, c.H, c.Sq, c.Sk) if c.dropout_p else None
         leaves = x.leaves()
         grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), x.dout)))
@@ -133,4 +142,3 @@ def test_core_of_the_suite_on_each_isa(isa):
     result = run(code, isa, "-q", "-x", "-p", "no:cacheprovider", "-k", CORE_NAMES, *files, cwd=HERE.parent)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
-

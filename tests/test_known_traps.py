@@ -141,7 +141,9 @@ def test_trap_05_merge_of_parts_with_one_fully_masked(dtype, device):
     else:
         lse = torch.logsumexp(lses, 0)
         out = ((lses - lse).exp().unsqueeze(-1) * outs).sum(0)
-    exact, exact_lse, _ = oracle.attention(q, k, v, seen=(torch.arange(9, device=device) < lengths[:, None])[:, None, None])
+    exact, exact_lse, _ = oracle.attention(
+        q, k, v, seen=(torch.arange(9, device=device) < lengths[:, None])[:, None, None]
+    )
     oracle.compare("out", out, exact, whole)
     oracle.compare("lse", lse, exact_lse, whole_lse)
 
@@ -153,7 +155,10 @@ def test_trap_06_nan_in_the_padding_of_a_cache(value, dtype, device):
     hidden = torch.arange(129, device=device) >= lengths[:, None]
     for Sq in (1, 2, 33):
         q = randn(2, 4, Sq, 16, dtype=dtype, device=device, grad=True)
-        clean = [randn(2, 2, 129, 16, dtype=dtype, device=device, seed=s).masked_fill(hidden[:, None, :, None], 0.0) for s in (1, 2)]
+        clean = [
+            randn(2, 2, 129, 16, dtype=dtype, device=device, seed=s).masked_fill(hidden[:, None, :, None], 0.0)
+            for s in (1, 2)
+        ]
         dirty = [t.masked_fill(hidden[:, None, :, None], value) for t in clean]
         results = []
         for k, v in (clean, dirty):
@@ -181,13 +186,18 @@ def test_trap_07_three_dimensional_mask_is_ambiguous(kind, device):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(5, 6), (2, 1, 5, 6), (2, 3, 5, 6), (1, 3, 5, 6), (1, 1, 1, 6), (2, 1, 1, 6), (1, 1, 5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 6), (2, 1, 5, 6), (2, 3, 5, 6), (1, 3, 5, 6), (1, 1, 1, 6), (2, 1, 1, 6), (1, 1, 5, 1)], ids=str
+)
 def test_trap_08_masks_equal_their_expanded_form(shape, training, device):
     q, k, v = (randn(2, 3, s, 8, device=device, seed=s, grad=training) for s in (5, 6, 6))
     seen = torch.rand(shape, generator=cases.generator(1)).to(device) < 0.6
     full = seen.expand(2, 3, 5, 6).contiguous()
     with torch.set_grad_enabled(training):
-        for fn in (lambda m: mha_ext.attention(q, k, v, mask=m), lambda m: mha_ext.scaled_dot_product_attention(q, k, v, m)):
+        for fn in (
+            lambda m: mha_ext.attention(q, k, v, mask=m),
+            lambda m: mha_ext.scaled_dot_product_attention(q, k, v, m),
+        ):
             a, b = fn(seen), fn(full)
             assert torch.equal(a, b)
             if training:
@@ -201,7 +211,9 @@ def test_trap_08_masks_equal_their_expanded_form(shape, training, device):
 def test_trap_09_causal_and_padding(device):
     q, k, v = (randn(3, 2, 40, 8, device=device, seed=s, grad=True) for s in range(3))
     lengths = torch.tensor([40, 17, 0], device=device)
-    both = torch.ones(40, 40, dtype=torch.bool, device=device).tril() & (torch.arange(40, device=device) < lengths.view(-1, 1, 1, 1))
+    both = torch.ones(40, 40, dtype=torch.bool, device=device).tril() & (
+        torch.arange(40, device=device) < lengths.view(-1, 1, 1, 1)
+    )
     dout = randn(3, 2, 40, 8, device=device, seed=4)
     truth = oracle.truths(q, k, v, dout=dout, seen=both)
     for mask in (masks.Causal() & masks.Padding(lengths), masks.Padding(lengths) & masks.Causal(), both):
@@ -227,7 +239,9 @@ def test_trap_10_causal_in_both_alignments(dtype, device):
         out, weights = mha_ext.attention(q, k, v, mask=masks.Causal(align), return_weights=True)
         assert torch.equal(weights > 0, seen.expand(1, 2, Sq, Sk))
         grads = torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
-        oracle.check({"out": out, **dict(zip("qkv", grads))}, oracle.truths(q, k, v, dout=torch.ones_like(out), seen=seen))
+        oracle.check(
+            {"out": out, **dict(zip("qkv", grads))}, oracle.truths(q, k, v, dout=torch.ones_like(out), seen=seen)
+        )
         assert int((~seen.any(1)).sum()) == (3 if (Sq, align) == (5, "bottom_right") else 0)
 
 
@@ -242,7 +256,13 @@ def test_trap_11_sdpa_with_attn_mask_and_is_causal(kind, dtype, device):
     both = seen & torch.ones(9, 9, dtype=torch.bool, device=device).tril()
     out = mha_ext.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     exact, _, _ = oracle.attention(q, k, v, seen=both)
-    oracle.compare("out", out, exact, F.scaled_dot_product_attention(q, k, v, both), magnitude=4 * v.double().abs().amax().expand_as(exact))
+    oracle.compare(
+        "out",
+        out,
+        exact,
+        F.scaled_dot_product_attention(q, k, v, both),
+        magnitude=4 * v.double().abs().amax().expand_as(exact),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -255,14 +275,19 @@ def test_trap_12_unaligned_bias(dtype, Sk, device):
     out = mha_ext.attention(q, k, v, bias=bias)
     dout = randn(2, 3, 40, 32, dtype=dtype, device=device, seed=4)
     grads = torch.autograd.grad(out, [q, k, v, bias], dout)
-    oracle.check({"out": out, **dict(zip(("q", "k", "v", "bias"), grads))}, oracle.truths(q, k, v, dout=dout, bias=bias))
+    oracle.check(
+        {"out": out, **dict(zip(("q", "k", "v", "bias"), grads))}, oracle.truths(q, k, v, dout=dout, bias=bias)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_trap_13_expanded_by_stride_zero(dtype, device):
     q, k, v = (randn(3, 2, 33, 16, dtype=dtype, device=device, seed=s) for s in range(3))
     seen = (torch.rand(1, 1, 1, 33, generator=cases.generator(5)) < 0.6).to(device)
-    assert torch.equal(mha_ext.attention(q, k, v, mask=seen.expand(3, 2, 33, 33)), mha_ext.attention(q, k, v, mask=seen.expand(3, 2, 33, 33).contiguous()))
+    assert torch.equal(
+        mha_ext.attention(q, k, v, mask=seen.expand(3, 2, 33, 33)),
+        mha_ext.attention(q, k, v, mask=seen.expand(3, 2, 33, 33).contiguous()),
+    )
     small = randn(1, 2, 1, 33, dtype=dtype, device=device, seed=6, grad=True)
     out = mha_ext.attention(q, k, v, bias=small.expand(3, 2, 33, 33))
     dout = randn(3, 2, 33, 16, dtype=dtype, device=device, seed=7)
@@ -271,7 +296,9 @@ def test_trap_13_expanded_by_stride_zero(dtype, device):
     # autograd itself sums the expanded gradient in `dtype` here: allow what its sum of as many roundings may add
     truth["bias"].magnitude *= 4
     oracle.check({"out": out, "bias": grad}, truth)
-    leaf = small.detach().expand(3, 2, 33, 33).requires_grad_()  # the expanded tensor itself is the leaf: its gradient is full-sized
+    leaf = (
+        small.detach().expand(3, 2, 33, 33).requires_grad_()
+    )  # the expanded tensor itself is the leaf: its gradient is full-sized
     out = mha_ext.attention(q, k, v, bias=leaf)
     (grad,) = torch.autograd.grad(out, leaf, dout)
     oracle.check({"bias": grad}, oracle.truths(q, k, v, dout=dout, bias=leaf))
@@ -302,7 +329,9 @@ def test_trap_14_masks_that_are_refused_with_the_fix(device):
 # Bias gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["1,H,S,S", "H,1,1 as 4-D", "B,1,1,S", "1,1,S,S", "S,S", "B,H,S,S", "1,H,1,S", "B,1,S,1", "1,1,1,1"])
+@pytest.mark.parametrize(
+    "shape", ["1,H,S,S", "H,1,1 as 4-D", "B,1,1,S", "1,1,S,S", "S,S", "B,H,S,S", "1,H,1,S", "B,1,S,1", "1,1,1,1"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(9, 2)], ids=["none", "causal", "window"])
 def test_trap_15_bias_gradients(shape, dtype, mask, device):
@@ -380,7 +409,10 @@ def test_trap_18_the_gradient_itself_in_any_layout(layout, dtype, device):
         "poisoned": cases.surrounded(base, (3, 1, 2, 0)),
     }[layout]
     out = mha_ext.attention(q, k, v)
-    got, expected = torch.autograd.grad(out, [q, k, v], dout, retain_graph=True), torch.autograd.grad(out, [q, k, v], dout.contiguous())
+    got, expected = (
+        torch.autograd.grad(out, [q, k, v], dout, retain_graph=True),
+        torch.autograd.grad(out, [q, k, v], dout.contiguous()),
+    )
     for a, b in zip(got, expected):
         assert torch.equal(a, b)
 
@@ -400,7 +432,12 @@ def test_trap_20_long_softmax_rows(length, device):
     out = mha_ext.masked_softmax(scores)
     exact, rival = torch.softmax(scores.double(), -1), torch.softmax(scores, -1)
     oracle.compare("out", out, exact, rival)
-    oracle.compare("sum", out.double().sum(-1, keepdim=True).float(), torch.ones(1, 1, 2, 1, device=device), rival.double().sum(-1, keepdim=True))
+    oracle.compare(
+        "sum",
+        out.double().sum(-1, keepdim=True).float(),
+        torch.ones(1, 1, 2, 1, device=device),
+        rival.double().sum(-1, keepdim=True),
+    )
     (grad,) = torch.autograd.grad(out.square().sum(), scores)
     (exact_grad,) = torch.autograd.grad(exact.square().sum(), scores)
     (rival_grad,) = torch.autograd.grad(rival.square().sum(), scores)
@@ -446,8 +483,12 @@ def test_trap_23_value_head_size_differs(D, Dv, dtype, device):
     x = cases.build(c, device)
     out, lse = mha_ext.attention(x.q, x.k, x.v, mask=x.mask, return_lse=True)
     grads = torch.autograd.grad(out, [x.q, x.k, x.v], x.dout)
-    oracle.check({"out": out, "lse": lse, **dict(zip("qkv", grads))}, oracle.truths(x.q, x.k, x.v, dout=x.dout, seen=x.seen))
-    torch.testing.assert_close(mha_ext.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True).shape, (1, 2, 33, Dv))
+    oracle.check(
+        {"out": out, "lse": lse, **dict(zip("qkv", grads))}, oracle.truths(x.q, x.k, x.v, dout=x.dout, seen=x.seen)
+    )
+    torch.testing.assert_close(
+        mha_ext.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True).shape, (1, 2, 33, Dv)
+    )
 
 
 # Dropout and determinism ----------------------------------------------------------------------------------------------
@@ -462,7 +503,12 @@ def test_trap_24_eager_compile_and_checkpoint_drop_the_same(device, fresh_compil
 
     results = []
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for run in (f, compiled, lambda *a: checkpoint(f, *a, use_reentrant=False), lambda *a: checkpoint(f, *a, use_reentrant=True)):
+    for run in (
+        f,
+        compiled,
+        lambda *a: checkpoint(f, *a, use_reentrant=False),
+        lambda *a: checkpoint(f, *a, use_reentrant=True),
+    ):
         torch.manual_seed(7)
         for t in (q, k, v):
             t.grad = None
@@ -479,7 +525,9 @@ def test_trap_24_eager_compile_and_checkpoint_drop_the_same(device, fresh_compil
 def test_trap_25_mean_over_seeds_and_the_extremes(device):
     q, k, v = (randn(1, 2, 17, 8, device=device, seed=s, grad=True) for s in range(3))
     plain = mha_ext.attention(q, k, v)
-    outs = torch.stack([mha_ext.attention(q, k, v, dropout_p=0.3, rng_state=torch.tensor([s, 0], device=device)) for s in range(1500)])
+    outs = torch.stack(
+        [mha_ext.attention(q, k, v, dropout_p=0.3, rng_state=torch.tensor([s, 0], device=device)) for s in range(1500)]
+    )
     deviation = outs.std(0) / 1500**0.5
     assert ((outs.mean(0) - plain).abs() <= 6 * deviation).all()
     assert torch.equal(mha_ext.attention(q, k, v, dropout_p=0.0), plain)
@@ -517,7 +565,9 @@ def test_trap_27_backward_ten_times_bitwise_equal(dtype, device):
     c = cases.Case(2, 4, 2, 200, 200, 32, 32, dtype, "causal & padding", "1,H,Sq,Sk", "bshd", dropout_p=0.2)
     x = cases.build(c, device)
     leaves = list(x.leaves().values())
-    out = mha_ext.attention(x.q, x.k, x.v, mask=x.mask, bias=x.bias, dropout_p=0.2, rng_state=x.rng_state, deterministic=True)
+    out = mha_ext.attention(
+        x.q, x.k, x.v, mask=x.mask, bias=x.bias, dropout_p=0.2, rng_state=x.rng_state, deterministic=True
+    )
     first = torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
     for _ in range(9):
         for a, b in zip(first, torch.autograd.grad(out, leaves, x.dout, retain_graph=True)):
@@ -533,8 +583,13 @@ def test_trap_28_double_backward_is_not_silently_zero(device):
     scores = randn(1, 2, 3, 4, dtype=torch.float64, device=device, grad=True)
     assert torch.autograd.gradgradcheck(lambda s: mha_ext.masked_softmax(s, masks.Causal(), scale=0.7), (scores,))
     x = randn(2, 3, 4, dtype=torch.float64, device=device, grad=True)
-    bias, mix = randn(4, dtype=torch.float64, device=device, grad=True), randn(2, 2, dtype=torch.float64, device=device, grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, b, m: mha_ext.merge_heads(mha_ext.split_heads(x, 2, b), m).square(), (x, bias, mix))
+    bias, mix = (
+        randn(4, dtype=torch.float64, device=device, grad=True),
+        randn(2, 2, dtype=torch.float64, device=device, grad=True),
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda x, b, m: mha_ext.merge_heads(mha_ext.split_heads(x, 2, b), m).square(), (x, bias, mix)
+    )
 
 
 def test_trap_29_vmap_over_batch_and_heads(device):
@@ -640,4 +695,10 @@ def test_trap_35_any_scale(scale, dtype, mask, device):
         assert not grads[0].any() and not grads[1].any()
     out = mha_ext.masked_softmax(x.q.detach(), scale=scale)
     exact = torch.softmax(x.q.detach().double() * scale, -1)
-    oracle.compare("softmax", out, exact, torch.softmax(x.q.detach() * scale, -1), magnitude=exact * (1 + abs(scale) * x.q.detach().double().abs().amax()))
+    oracle.compare(
+        "softmax",
+        out,
+        exact,
+        torch.softmax(x.q.detach() * scale, -1),
+        magnitude=exact * (1 + abs(scale) * x.q.detach().double().abs().amax()),
+    )

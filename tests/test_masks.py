@@ -33,9 +33,13 @@ def zoo(B, H, Sq, Sk):
     yield "causal bottom right", masks.Causal("bottom_right"), lambda b, h, i, j: j <= i + o
     yield "causal top left", masks.Causal(align="top_left"), lambda b, h, i, j: j <= i
     for left, right in [(1, 0), (0, 0), (2, 1), (None, 1), (1, None), (None, None)]:
-        yield f"window {left} {right}", masks.Window(left, right), lambda b, h, i, j, left=left, right=right: (
-            left is None or i + o - left <= j
-        ) and (right is None or j <= i + o + right)
+        yield (
+            f"window {left} {right}",
+            masks.Window(left, right),
+            lambda b, h, i, j, left=left, right=right: (
+                (left is None or i + o - left <= j) and (right is None or j <= i + o + right)
+            ),
+        )
     yield "padding", masks.Padding(t(lengths)), lambda b, h, i, j: j < lengths[b]
     yield "left padding", masks.LeftPadding(t(starts)), lambda b, h, i, j: j >= starts[b]
     yield "prefix", masks.Prefix(t(lengths)), lambda b, h, i, j: j < lengths[b] or j <= i + o
@@ -118,9 +122,18 @@ def test_integer_types_and_strides_of_lengths(device):
     q, k, v = (torch.randn(4, 2, 9, 8, device=device) for _ in range(3))
     lengths = torch.tensor([3, 9, 0, 5], device=device)
     ids = torch.arange(9, device=device).div(4, rounding_mode="floor").expand(4, 9)
-    for make, values in ((masks.Padding, lengths), (masks.LeftPadding, lengths), (masks.Prefix, lengths), (masks.Documents, ids)):
+    for make, values in (
+        (masks.Padding, lengths),
+        (masks.LeftPadding, lengths),
+        (masks.Prefix, lengths),
+        (masks.Documents, ids),
+    ):
         expected = mha_ext.attention(q, k, v, mask=make(values.contiguous()))
-        for same in (values.int(), torch.stack([values, values + 1], -1)[..., 0], cases.surrounded(values.contiguous())):
+        for same in (
+            values.int(),
+            torch.stack([values, values + 1], -1)[..., 0],
+            cases.surrounded(values.contiguous()),
+        ):
             assert torch.equal(mha_ext.attention(q, k, v, mask=make(same)), expected), make
 
 

@@ -70,7 +70,18 @@ def some_masks(kind: str, L: int, S: int, N: int, dtype=torch.float64) -> dict:
     return found
 
 
-MASKS = ["none", "bool 2d", "bool 3d", "float 2d", "float 3d", "padding", "float padding", "both bool", "both float", "mixed"]
+MASKS = [
+    "none",
+    "bool 2d",
+    "bool 3d",
+    "float 2d",
+    "float 3d",
+    "padding",
+    "float padding",
+    "both bool",
+    "both float",
+    "mixed",
+]
 MODULES = [
     {}, {"batch_first": True}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 10, "vdim": 8},
     {"kdim": 10, "batch_first": True}, {"vdim": 8, "bias": False}, {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
@@ -113,7 +124,9 @@ def test_equal_to_torch_over_the_argument_matrix(options, kind):
     if options.get("batch_first"):
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     for need_weights, average in CALLS:
-        compare(theirs, ours, q, k, v, need_weights=need_weights, average_attn_weights=average, **some_masks(kind, L, S, N))
+        compare(
+            theirs, ours, q, k, v, need_weights=need_weights, average_attn_weights=average, **some_masks(kind, L, S, N)
+        )
 
 
 @pytest.mark.parametrize("options", MODULES, ids=str)
@@ -143,7 +156,9 @@ def test_self_attention_and_shared_key_and_value(batch_first, kind):
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.float64], ids=str)
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str
+)
 def test_is_causal(options, mask_type, padding, need_weights):
     theirs, ours = pair(**options)
     x = randn(S, N, E) if not options.get("batch_first") else randn(N, S, E)
@@ -151,7 +166,15 @@ def test_is_causal(options, mask_type, padding, need_weights):
     mask = hide if mask_type == torch.bool else torch.zeros(S, S, dtype=mask_type).masked_fill(hide, -torch.inf)
     call = {"key_padding_mask": torch.arange(S) >= torch.tensor([[S], [S - 3]])} if padding else {}
     compare(theirs, ours, x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights, **call)
-    compare(theirs, ours, x, x, x, attn_mask=torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64), **call)
+    compare(
+        theirs,
+        ours,
+        x,
+        x,
+        x,
+        attn_mask=torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64),
+        **call,
+    )
 
 
 def test_is_causal_without_a_mask_is_refused_as_by_torch():
@@ -162,7 +185,11 @@ def test_is_causal_without_a_mask_is_refused_as_by_torch():
             module(x, x, x, is_causal=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"batch_first": True, "kdim": 10, "vdim": 8}, {"bias": False, "batch_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_first": True}, {"batch_first": True, "kdim": 10, "vdim": 8}, {"bias": False, "batch_first": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["none", "bool 2d", "padding", "both bool", "float 2d"])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_eval_under_no_grad_where_torch_has_a_fast_path(options, kind, need_weights):
@@ -190,7 +217,9 @@ def test_single_and_half_precision_by_the_rule(dtype, kind):
 
     def run(module, dtype):
         leaf = x.detach().to(dtype).requires_grad_()
-        arguments = {n: t.to(dtype) if t.is_floating_point() else t for n, t in some_masks(kind, S, S, N, torch.float32).items()}
+        arguments = {
+            n: t.to(dtype) if t.is_floating_point() else t for n, t in some_masks(kind, S, S, N, torch.float32).items()
+        }
         arguments = {n: t.to(x.dtype).to(dtype) if t.is_floating_point() else t for n, t in arguments.items()}
         out, weights = module(leaf, leaf, leaf, average_attn_weights=False, **arguments)
         grads = torch.autograd.grad(out, [leaf, *module.parameters()], randn(*out.shape, seed=3).to(x.dtype).to(dtype))
@@ -202,7 +231,9 @@ def test_single_and_half_precision_by_the_rule(dtype, kind):
     ours.load_state_dict(exact_module.state_dict())
     for n, (a, e, r) in enumerate(zip(run(ours, dtype), exact, rival)):
         assert a.dtype == dtype
-        largest = (4 * e.detach().abs().amax()).expand_as(e)  # four products after one another, each rounding in `dtype`
+        largest = (4 * e.detach().abs().amax()).expand_as(
+            e
+        )  # four products after one another, each rounding in `dtype`
         oracle.compare(str(n), a, e, r, oracle.FORWARD if n < 2 else oracle.GRADIENT, largest)
 
 
@@ -240,7 +271,11 @@ def test_saved_copied_moved(options):
     buffer = io.BytesIO()
     torch.save(ours, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(ours), torch.load(buffer, weights_only=False), ours.to(torch.float32).to(torch.float64)):
+    for other in (
+        copy.deepcopy(ours),
+        torch.load(buffer, weights_only=False),
+        ours.to(torch.float32).to(torch.float64),
+    ):
         torch.testing.assert_close(other(q, k, v)[0], expected, check_dtype=True, rtol=1e-5, atol=1e-5)
     assert ours.half()(q.half(), k.half(), v.half())[0].dtype == torch.float16
 
@@ -248,7 +283,13 @@ def test_saved_copied_moved(options):
 def test_positional_arguments_are_in_the_order_of_torch():
     theirs, ours = pair()
     x = randn(S, N, E)
-    call = (torch.arange(S) >= torch.tensor([[S], [S - 3]]), False, torch.ones(S, S, dtype=torch.bool).triu(1), True, False)
+    call = (
+        torch.arange(S) >= torch.tensor([[S], [S - 3]]),
+        False,
+        torch.ones(S, S, dtype=torch.bool).triu(1),
+        True,
+        False,
+    )
     torch.testing.assert_close(ours(x, x, x, *call)[0], theirs(x, x, x, *call)[0])
     positional = (E, H, 0.0, True, True, True, 10, 8, True)
     a, b = torch.nn.MultiheadAttention(*positional), nn.MultiheadAttention(*positional)
@@ -278,7 +319,9 @@ def test_fully_padded_sample_is_finite_and_others_are_as_without_it(kind, need_w
     out, weights = ours(x, x, x, key_padding_mask=given, need_weights=need_weights)
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out[1], ours.out_proj.bias.expand(S, E))
-    expected, expected_weights = theirs(x[[0, 2]], x[[0, 2]], x[[0, 2]], key_padding_mask=given[[0, 2]], need_weights=need_weights)
+    expected, expected_weights = theirs(
+        x[[0, 2]], x[[0, 2]], x[[0, 2]], key_padding_mask=given[[0, 2]], need_weights=need_weights
+    )
     torch.testing.assert_close(out[[0, 2]], expected)
     if need_weights:
         torch.testing.assert_close(weights[[0, 2]], expected_weights)
@@ -295,7 +338,9 @@ def swapped(model: torch.nn.Module) -> torch.nn.Module:
         for name, child in list(module.named_children()):
             if type(child) is torch.nn.MultiheadAttention:
                 dtype = child.out_proj.weight.dtype
-                ours = nn.MultiheadAttention(child.embed_dim, child.num_heads, child.dropout, batch_first=child.batch_first, dtype=dtype)
+                ours = nn.MultiheadAttention(
+                    child.embed_dim, child.num_heads, child.dropout, batch_first=child.batch_first, dtype=dtype
+                )
                 ours.load_state_dict(child.state_dict())
                 setattr(module, name, ours)
     return model
@@ -307,7 +352,9 @@ def swapped(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.mark.parametrize("arguments", ["none", "padding", "causal", "both"])
 def test_inside_torch_encoder_layers(batch_first, norm_first, training, arguments):
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64)
+    layer = torch.nn.TransformerEncoderLayer(
+        E, H, 16, dropout=0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64
+    )
     theirs = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     ours = swapped(theirs).train(training)
     x = randn(N, S, E) if batch_first else randn(S, N, E)
@@ -447,10 +494,16 @@ def test_self_attention(options, says):
     torch.manual_seed(0)
     module = nn.SelfAttention(16, 4, dtype=torch.float64, **options)
     compare_with_plain(module, [randn(2, 9, 16)], **says)
-    compare_with_plain(module, [randn(2, 9, 16)], mask=torch.rand(2, 1, 9, 9) < 0.7, bias=randn(1, 4, 9, 9, seed=2), **says)
+    compare_with_plain(
+        module, [randn(2, 9, 16)], mask=torch.rand(2, 1, 9, 9) < 0.7, bias=randn(1, 4, 9, 9, seed=2), **says
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"context_dim": 10}, {"num_kv_heads": 2, "qk_norm": True}, {"head_dim": 6, "bias": False}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"context_dim": 10}, {"num_kv_heads": 2, "qk_norm": True}, {"head_dim": 6, "bias": False}, {"softcap": 2.0}],
+    ids=str,
+)
 def test_cross_attention(options):
     torch.manual_seed(0)
     module = nn.CrossAttention(16, 4, dtype=torch.float64, **options)
@@ -492,7 +545,9 @@ def test_modules_in_training_with_dropout_and_under_autocast(kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = module(*inputs)
         out.float().sum().backward()
-    assert out.dtype == torch.bfloat16 and all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+    assert out.dtype == torch.bfloat16 and all(
+        p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters()
+    )
 
 
 def test_namespace():

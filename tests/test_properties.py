@@ -28,7 +28,9 @@ def single_masks(draw, B, H, Sq, Sk, seed):
     i, j, o = torch.arange(Sq).view(1, 1, -1, 1), torch.arange(Sk).view(1, 1, 1, -1), Sk - Sq
     limit = st.one_of(st.none(), st.integers(0, 150))
     lengths = torch.tensor(draw(st.lists(st.integers(-3, Sk + 3), min_size=B, max_size=B)))
-    kinds = ["causal", "top_left", "window", "padding", "left_padding", "prefix", "dense"] + (["documents"] if Sq == Sk else [])
+    kinds = ["causal", "top_left", "window", "padding", "left_padding", "prefix", "dense"] + (
+        ["documents"] if Sq == Sk else []
+    )
     kind = draw(st.sampled_from(kinds))
     column = lengths.view(-1, 1, 1, 1)
     if kind == "causal":
@@ -95,12 +97,18 @@ def problems(draw):
 @given(problems())
 def test_attention(problem):
     q, k, v, dout, mask, seen, bias, options, rng_state = problem
-    leaves = {name: t.detach().requires_grad_() for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)) if t is not None}
+    leaves = {
+        name: t.detach().requires_grad_() for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)) if t is not None
+    }
     out, lse = mha_ext.attention(
         *(leaves[n] for n in "qkv"), mask=mask, bias=leaves.get("bias"), rng_state=rng_state, return_lse=True, **options
     )
     grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout)))
-    keep = oracle.dropout_mask(rng_state.tolist(), options["dropout_p"], *out.shape[:3], k.shape[2]) if options["dropout_p"] else None
+    keep = (
+        oracle.dropout_mask(rng_state.tolist(), options["dropout_p"], *out.shape[:3], k.shape[2])
+        if options["dropout_p"]
+        else None
+    )
     truth = oracle.truths(q, k, v, dout=dout, seen=seen, bias=bias, keep=keep, **options)
     oracle.check({"out": out, "lse": lse, **grads}, truth)
 
@@ -108,7 +116,9 @@ def test_attention(problem):
 @given(problems())
 def test_gradients_of_all_three_outputs(problem):
     q, k, v, dout, mask, seen, bias, options, rng_state = problem
-    leaves = {name: t.detach().requires_grad_() for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)) if t is not None}
+    leaves = {
+        name: t.detach().requires_grad_() for name, t in (("q", q), ("k", k), ("v", v), ("bias", bias)) if t is not None
+    }
     out, lse, weights = mha_ext.attention(
         *(leaves[n] for n in "qkv"), mask=mask, bias=leaves.get("bias"), rng_state=rng_state, return_lse=True, return_weights=True,
         **options,
@@ -116,7 +126,11 @@ def test_gradients_of_all_three_outputs(problem):
     gen = cases.generator(0)
     dlse, dweights = cases.randn(gen, *lse.shape, dtype=lse.dtype), cases.randn(gen, *weights.shape, dtype=q.dtype)
     grads = dict(zip(leaves, torch.autograd.grad([out, lse, weights], list(leaves.values()), [dout, dlse, dweights])))
-    keep = oracle.dropout_mask(rng_state.tolist(), options["dropout_p"], *out.shape[:3], k.shape[2]) if options["dropout_p"] else None
+    keep = (
+        oracle.dropout_mask(rng_state.tolist(), options["dropout_p"], *out.shape[:3], k.shape[2])
+        if options["dropout_p"]
+        else None
+    )
     truth = oracle.truths(q, k, v, dout=dout, dlse=dlse, dweights=dweights, seen=seen, bias=bias, keep=keep, **options)
     oracle.check({"out": out, "lse": lse, "weights": weights, **grads}, truth)
 
@@ -127,10 +141,14 @@ def test_masked_softmax_equals_the_weights_of_attention_in_fp64(problem):
     q, k, v, _, mask, _, bias, options, rng_state = problem
     q, k, v = q.double(), k.double(), v.double()
     bias = bias.double() if bias is not None else None
-    _, weights = mha_ext.attention(q, k, v, mask=mask, bias=bias, return_weights=True, rng_state=rng_state, **{**options, "softcap": 0.0})
+    _, weights = mha_ext.attention(
+        q, k, v, mask=mask, bias=bias, return_weights=True, rng_state=rng_state, **{**options, "softcap": 0.0}
+    )
     scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-    soft = mha_ext.masked_softmax(scores, mask, bias=bias, scale=scale, dropout_p=options["dropout_p"], rng_state=rng_state)
+    soft = mha_ext.masked_softmax(
+        scores, mask, bias=bias, scale=scale, dropout_p=options["dropout_p"], rng_state=rng_state
+    )
     torch.testing.assert_close(soft, weights, rtol=1e-10, atol=1e-12)
 
 
@@ -142,7 +160,15 @@ def test_split_and_merge_invert_each_other(data, B, S, H, D, dtype):
     assert torch.equal(mha_ext.merge_heads(data.draw(layouts(split))), x)
 
 
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.floats(0, 1), st.integers(1, 3), st.integers(1, 3), small, small)
+@given(
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(0, 1),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    small,
+    small,
+)
 def test_dropout_mask_is_philox(seed, offset, p, B, H, Sq, Sk):
     got = mha_ext.dropout_mask(torch.tensor([seed, offset]), p, B, H, Sq, Sk, torch.device("cpu"))
     assert torch.equal(got, oracle.dropout_mask((seed, offset), p, B, H, Sq, Sk))

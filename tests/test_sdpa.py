@@ -31,8 +31,14 @@ def same(q, k, v, *args, bias=None, **options):
         dout = cases.randn(cases.generator(8), *out.shape, dtype=q.dtype).to(dtype).to(out.device)
         return [out, *torch.autograd.grad(out, inner, dout)]
 
-    actual, exact, rival = run(ours, q.dtype), run(F.scaled_dot_product_attention, torch.float64), run(F.scaled_dot_product_attention, q.dtype)
-    for (name, terms), a, e, r in zip(largest_terms(q, k, v, bias, options.get("scale"), actual[0]).items(), actual, exact, rival):
+    actual, exact, rival = (
+        run(ours, q.dtype),
+        run(F.scaled_dot_product_attention, torch.float64),
+        run(F.scaled_dot_product_attention, q.dtype),
+    )
+    for (name, terms), a, e, r in zip(
+        largest_terms(q, k, v, bias, options.get("scale"), actual[0]).items(), actual, exact, rival
+    ):
         assert a.dtype == r.dtype
         oracle.compare(name, a, e, r, oracle.FORWARD if name == "out" else oracle.GRADIENT, terms.expand_as(e))
     return actual[0]
@@ -45,9 +51,16 @@ def largest_terms(q, k, v, bias, scale, out):
         scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
         scores = 1 + scale * q.shape[-1] * q.max() * k.max() + (bias.double().abs().max() if bias is not None else 0)
         dp = 2 * out.shape[-1] * 3 * v.max()  # the output's gradient is normal: below 3 in the mean of any row
-        per_key = out[..., 0].numel() / max(1, k[..., 0].numel()) if k.numel() else 1.0  # how many rows each key sums over
+        per_key = (
+            out[..., 0].numel() / max(1, k[..., 0].numel()) if k.numel() else 1.0
+        )  # how many rows each key sums over
         ds = dp * scores
-        result = {"out": v.max() * scores, "q": scale * ds * k.max(), "k": scale * ds * q.max() * max(1.0, per_key), "v": 3 * scores * max(1.0, per_key)}
+        result = {
+            "out": v.max() * scores,
+            "q": scale * ds * k.max(),
+            "k": scale * ds * q.max() * max(1.0, per_key),
+            "v": 3 * scores * max(1.0, per_key),
+        }
         if bias is not None:
             result["bias"] = ds * max(1.0, per_key)
         return result
@@ -65,12 +78,18 @@ def test_plain_and_causal(Sq, Sk, is_causal, dtype, device):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_ranks(lead, is_causal, device):
     """[..., S, D] of any rank from 2 up, as torch takes it."""
-    q, k, v = randn(*lead, 5, 8, device=device), randn(*lead, 7, 8, seed=1, device=device), randn(*lead, 7, 8, seed=2, device=device)
+    q, k, v = (
+        randn(*lead, 5, 8, device=device),
+        randn(*lead, 7, 8, seed=1, device=device),
+        randn(*lead, 7, 8, seed=2, device=device),
+    )
     out = same(q, k, v, is_causal=is_causal)
     assert out.shape == (*lead, 5, 8)
 
 
-@pytest.mark.parametrize("shape", ["5,7", "1,7", "5,1", "2,1,5,7", "2,3,5,7", "1,3,5,7", "1,1,1,7", "2,1,1,7", "2,1,5,1"])
+@pytest.mark.parametrize(
+    "shape", ["5,7", "1,7", "5,1", "2,1,5,7", "2,3,5,7", "1,3,5,7", "1,1,1,7", "2,1,1,7", "2,1,5,1"]
+)
 @pytest.mark.parametrize("kind", ["bool", "float", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_masks_of_every_broadcast(shape, kind, dtype, device):
@@ -90,7 +109,11 @@ def test_masks_of_every_broadcast(shape, kind, dtype, device):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 5, 7)], ids=str)
 def test_masks_of_other_ranks_broadcast_as_in_torch(shape, device):
     """torch's rule, not that of attention(mask=): dimensions align from the right."""
-    q, k, v = randn(2, 3, 5, 8, device=device), randn(2, 3, 7, 8, seed=1, device=device), randn(2, 3, 7, 8, seed=2, device=device)
+    q, k, v = (
+        randn(2, 3, 5, 8, device=device),
+        randn(2, 3, 7, 8, seed=1, device=device),
+        randn(2, 3, 7, 8, seed=2, device=device),
+    )
     seen = randn(*shape, seed=3, device=device, grad=False) > -0.7
     seen[..., 0] = True
     same(q, k, v, seen)
@@ -122,7 +145,11 @@ def test_fewer_heads_without_enable_gqa_are_refused(device):
 
 def test_key_and_value_batch_broadcasts(device):
     """torch broadcasts batch and head dimensions of 1."""
-    q, k, v = randn(3, 4, 5, 8, device=device), randn(1, 4, 7, 8, seed=1, device=device), randn(1, 1, 7, 8, seed=2, device=device)
+    q, k, v = (
+        randn(3, 4, 5, 8, device=device),
+        randn(1, 4, 7, 8, seed=1, device=device),
+        randn(1, 1, 7, 8, seed=2, device=device),
+    )
     same(q, k, v)
 
 
@@ -136,8 +163,13 @@ def test_keyword_names_and_positions():
     """The signature is torch's, positionally and by name."""
     q, k, v = (randn(1, 2, 5, 8, seed=s) for s in range(3))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False)
-    torch.testing.assert_close(ours(query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False), expected)
+    expected = F.scaled_dot_product_attention(
+        query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False
+    )
+    torch.testing.assert_close(
+        ours(query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False),
+        expected,
+    )
     torch.testing.assert_close(ours(q, k, v, mask, 0.0, False, scale=0.3), expected)
 
 

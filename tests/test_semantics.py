@@ -58,7 +58,9 @@ def test_fully_masked_row(how, dtype, device):
     dead4 = dead[:, None, :, None]
     assert dead.any()
     assert not out.masked_select(dead4).any() and not weights.masked_select(dead4).any()
-    assert (lse.masked_select(dead[:, None]) == -torch.inf).all() and torch.isfinite(lse.masked_select(~dead[:, None])).all()
+    assert (lse.masked_select(dead[:, None]) == -torch.inf).all() and torch.isfinite(
+        lse.masked_select(~dead[:, None])
+    ).all()
     for loss in (out.sum(), out.sum() + weights.square().sum() + lse.masked_fill(lse.isinf(), 0).sum()):
         dq, dk, dv, dbias = torch.autograd.grad(loss, [q, k, v, bias], retain_graph=True)
         for g in (dq, dk, dv, dbias):
@@ -91,7 +93,9 @@ def test_hidden_keys_have_no_influence(how, dtype, value, device):
     elif how == "window":
         mask = masks.Window(None, 0) & masks.Padding(torch.tensor([40, 40], device=device))
     else:
-        mask = masks.Prefix(torch.tensor([20, 30], device=device)) & masks.Padding(torch.tensor([40, 40], device=device))
+        mask = masks.Prefix(torch.tensor([20, 30], device=device)) & masks.Padding(
+            torch.tensor([40, 40], device=device)
+        )
     dout = cases.randn(cases.generator(1), 2, 4, 65, 32, dtype=dtype).to(device)
     results = []
     for fill in (0.0, value):
@@ -101,7 +105,9 @@ def test_hidden_keys_have_no_influence(how, dtype, value, device):
         leaves = [t.requires_grad_() for t in leaves]
         out, lse, weights = mha_ext.attention(*leaves, mask=mask, return_lse=True, return_weights=True)
         grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        more = torch.autograd.grad(weights.square().sum() + lse.masked_fill(lse.isinf(), 0).sum(), leaves, allow_unused=True)
+        more = torch.autograd.grad(
+            weights.square().sum() + lse.masked_fill(lse.isinf(), 0).sum(), leaves, allow_unused=True
+        )
         assert not grads[1][:, :, hidden].any() and not grads[2][:, :, hidden].any()
         results.append((out, lse, weights, *grads, *(g for g in more if g is not None)))
     for a, b in zip(*results):
@@ -164,7 +170,9 @@ def test_modules_keep_torch_polarity(device):
 # mask/bias rank -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(65,), (33,), (2, 33, 65), (4, 33, 65), (1, 33, 65), (1, 1, 2, 33, 65), (), (2, 65), (4, 65)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(65,), (33,), (2, 33, 65), (4, 33, 65), (1, 33, 65), (1, 1, 2, 33, 65), (), (2, 65), (4, 65)], ids=str
+)
 @pytest.mark.parametrize("kind", ["mask", "dense", "bias"])
 def test_ranks_other_than_2_and_4_are_refused(kind, shape, device):
     """2-D must be [Sq,Sk] itself; 4-D broadcastable; anything else is a sentence with the shape."""
@@ -178,12 +186,16 @@ def test_ranks_other_than_2_and_4_are_refused(kind, shape, device):
     assert str(list(shape)).replace(" ", "") in str(error.value).replace(" ", "")
 
 
-@pytest.mark.parametrize("shape", [(33, 65), (1, 1, 33, 65), (2, 1, 1, 65), (1, 4, 33, 1), (2, 4, 33, 65), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(33, 65), (1, 1, 33, 65), (2, 1, 1, 65), (1, 4, 33, 1), (2, 4, 33, 65), (1, 1, 1, 1)], ids=str
+)
 def test_2d_and_4d_broadcast(shape, device):
     q, k, v = qkv(device)
     seen = torch.rand(shape, device=device) < 0.6
     seen[..., 0] = True
-    assert torch.equal(mha_ext.attention(q, k, v, mask=seen), mha_ext.attention(q, k, v, mask=seen.expand(2, 4, 33, 65).contiguous()))
+    assert torch.equal(
+        mha_ext.attention(q, k, v, mask=seen), mha_ext.attention(q, k, v, mask=seen.expand(2, 4, 33, 65).contiguous())
+    )
     bias = torch.randn(shape, device=device)
     full = bias.expand(2, 4, 33, 65).contiguous()
     assert torch.equal(mha_ext.attention(q, k, v, bias=bias), mha_ext.attention(q, k, v, bias=full))
@@ -210,7 +222,9 @@ def test_causal_alignment_is_named(device):
     for align, seen in (("bottom_right", j <= i + 2), ("top_left", j <= i)):
         _, weights = mha_ext.attention(q, k, v, mask=masks.Causal(align), return_weights=True)
         assert torch.equal(weights > 0, seen.expand(2, 4, 3, 5))
-    assert torch.equal(mha_ext.attention(q, k, v, mask=masks.Causal()), mha_ext.attention(q, k, v, mask=masks.Causal("bottom_right")))
+    assert torch.equal(
+        mha_ext.attention(q, k, v, mask=masks.Causal()), mha_ext.attention(q, k, v, mask=masks.Causal("bottom_right"))
+    )
     top_left = mha_ext.attention(q, k, v, mask=masks.Causal("top_left"))
     assert torch.equal(mha_ext.scaled_dot_product_attention(q, k, v, is_causal=True), top_left)
     torch.testing.assert_close(top_left, F.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -303,7 +317,10 @@ def test_accumulation_is_wider_than_half(dtype, device):
     queries: one rounding at the end."""
     S = 4096
     q = torch.zeros(1, 1, S, 8, dtype=dtype, device=device).requires_grad_()
-    k, v = torch.zeros(1, 1, 3, 8, dtype=dtype, device=device).requires_grad_(), torch.ones(1, 1, 3, 8, dtype=dtype, device=device)
+    k, v = (
+        torch.zeros(1, 1, 3, 8, dtype=dtype, device=device).requires_grad_(),
+        torch.ones(1, 1, 3, 8, dtype=dtype, device=device),
+    )
     v.requires_grad_()
     out = mha_ext.attention(q, k, v)
     (dv,) = torch.autograd.grad(out.sum(), v)
@@ -360,7 +377,9 @@ def test_zero_sizes(zero, dtype, device):
     v = torch.randn(n["B"], n["Hk"], n["Sk"], n["Dv"], device=device).to(dtype).requires_grad_()
     bias = torch.randn(1, n["H"], n["Sq"], n["Sk"], device=device).to(dtype).requires_grad_()
     options = dict(scale=1.0) if zero == "D" else {}
-    out, lse, weights = mha_ext.attention(q, k, v, mask=masks.Causal(), bias=bias, return_lse=True, return_weights=True, **options)
+    out, lse, weights = mha_ext.attention(
+        q, k, v, mask=masks.Causal(), bias=bias, return_lse=True, return_weights=True, **options
+    )
     assert out.shape == (n["B"], n["H"], n["Sq"], n["Dv"]) and lse.shape == out.shape[:3]
     assert weights.shape == (n["B"], n["H"], n["Sq"], n["Sk"])
     grads = torch.autograd.grad(out.sum(), [q, k, v, bias])
@@ -385,7 +404,13 @@ def test_more_than_65535_heads_in_all(device):
     assert torch.equal(out[-1:], mha_ext.attention(q[-1:], k[-1:], v[-1:], mask=masks.Causal()))
     truth, _, _ = oracle.attention(q, k, v, seen=masks.Causal().to_dense(1, 1, 2, 2).to(device))
     rival = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    oracle.compare("out", out, truth, rival, magnitude=(1 + q.abs().max() * k.abs().max()) * v.double().abs().amax((-1, -2), keepdim=True).expand_as(v))
+    oracle.compare(
+        "out",
+        out,
+        truth,
+        rival,
+        magnitude=(1 + q.abs().max() * k.abs().max()) * v.double().abs().amax((-1, -2), keepdim=True).expand_as(v),
+    )
 
 
 @pytest.mark.slow

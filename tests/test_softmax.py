@@ -45,10 +45,14 @@ def check(scores, *, mask=None, seen=None, bias=None, scale=1.0, p=0.0, rng_stat
     truth = oracle.Truth(exact, rival, exact.detach() * row, out.dtype)
     oracle.within_rule("out", out, truth, oracle.FORWARD)
     magnitude = dscores * abs(scale)
-    oracle.within_rule("dscores", grads[0], oracle.Truth(exact_grads[0], rival_grads[0], magnitude, out.dtype), oracle.GRADIENT)
+    oracle.within_rule(
+        "dscores", grads[0], oracle.Truth(exact_grads[0], rival_grads[0], magnitude, out.dtype), oracle.GRADIENT
+    )
     if bias is not None:
         magnitude = dscores.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)
-        oracle.within_rule("dbias", grads[1], oracle.Truth(exact_grads[1], rival_grads[1], magnitude, bias.dtype), oracle.GRADIENT)
+        oracle.within_rule(
+            "dbias", grads[1], oracle.Truth(exact_grads[1], rival_grads[1], magnitude, bias.dtype), oracle.GRADIENT
+        )
     return out, grads
 
 
@@ -74,7 +78,13 @@ def test_row_lengths(length, dtype, device):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_any_stride(dtype, device):
     base = cases.randn(cases.generator(1), 2, 3, 34, 70, dtype=dtype).to(device)
-    for view in (base.transpose(-1, -2), base[..., ::2], base[:, ::2, 1:, 1:], base[:1].expand(4, 3, 34, 70), base.permute(3, 1, 2, 0)):
+    for view in (
+        base.transpose(-1, -2),
+        base[..., ::2],
+        base[:, ::2, 1:, 1:],
+        base[:1].expand(4, 3, 34, 70),
+        base.permute(3, 1, 2, 0),
+    ):
         plain = view.contiguous()
         out = mha_ext.masked_softmax(view, masks.Causal(), scale=0.5)
         assert torch.equal(out, mha_ext.masked_softmax(plain, masks.Causal(), scale=0.5))
@@ -86,7 +96,9 @@ def test_any_stride(dtype, device):
 def test_large_scores_stay_finite(device):
     for dtype in cases.DTYPES:
         big = 60000.0 if dtype == torch.float16 else 1e5
-        scores = torch.tensor([[[[big, -big, big, 0.0], [-big, -big, -big, -big]]]], dtype=dtype, device=device).requires_grad_()
+        scores = torch.tensor(
+            [[[[big, -big, big, 0.0], [-big, -big, -big, -big]]]], dtype=dtype, device=device
+        ).requires_grad_()
         out = mha_ext.masked_softmax(scores, scale=3.0)
         (grad,) = torch.autograd.grad(out[..., 0].sum(), scores)
         expected = torch.tensor([[[[0.5, 0, 0.5, 0], [0.25, 0.25, 0.25, 0.25]]]], dtype=dtype, device=device)

@@ -20,7 +20,9 @@ from mha_ext import masks
 
 def results_of(c: cases.Case) -> list[torch.Tensor]:
     x = cases.build(c)
-    out, lse = mha_ext.attention(x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options())
+    out, lse = mha_ext.attention(
+        x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options()
+    )
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, list(x.leaves().values()), x.dout)]
 
 
@@ -91,7 +93,13 @@ def run_python(code: str, timeout: int = 240) -> str:
 
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=timeout)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
     assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-2000:]}"
     return result.stdout
 
@@ -154,7 +162,9 @@ def test_in_forked_data_loader_workers(parent_threads):
     """After the parent used the ops, with its thread pool started, workers made by fork use them too."""
     torch.set_num_threads(parent_threads)
     expected = [results_of(c)[0].float() for c in cases.CORE[:6]]
-    loader = torch.utils.data.DataLoader(Attends(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+    loader = torch.utils.data.DataLoader(
+        Attends(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
     for got, right in zip(loader, expected, strict=True):
         assert torch.equal(got, right)
     assert same([results_of(cases.CORE[0])[0].float()], expected[:1])
