@@ -104,7 +104,7 @@ def loss(model, batch):
 
 
 def main(argv: list[str] | None = None) -> dict[str, Run]:
-    options = parser(__doc__, steps=300)
+    options = parser(__doc__, steps=600)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--d-model", type=int, default=128)
     args = options.parse_args(argv)
