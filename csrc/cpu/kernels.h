@@ -14,6 +14,13 @@ struct Threads {
   void (*run)(int count, void (*body)(void* context, int thread), void* context) = nullptr;
 };
 
+struct AttentionPlan {
+  const char* arithmetic;                    // what the products are computed in
+  int block_rows, tile_keys;                 // queries and keys that are worked on together
+  int64_t fwd_tasks, bwd_tasks;              // what the threads share
+  std::size_t fwd_workspace, bwd_workspace;  // bytes
+};
+
 // workspace: at least the *_workspace(problem, threads.count) bytes, 64-byte aligned, uninitialised.
 struct Kernels {
   const char* isa;
@@ -21,6 +28,7 @@ struct Kernels {
   std::size_t (*attention_fwd_workspace)(const AttentionForward&, int threads);
   void (*attention_bwd)(const AttentionBackward&, const Threads&, void* workspace);
   std::size_t (*attention_bwd_workspace)(const AttentionBackward&, int threads);
+  AttentionPlan (*attention_plan)(const AttentionProblem&, int threads);
   void (*masked_softmax_fwd)(const MaskedSoftmaxForward&, const Threads&);
   void (*masked_softmax_bwd)(const MaskedSoftmaxBackward&, const Threads&);
   void (*split_heads)(const SplitHeads&, const Threads&);
