@@ -99,9 +99,9 @@ def machine_line(machine: dict, peaks: dict) -> str:
     )
 
 
-def find(rows: list[dict], text: str, contender: str) -> dict:
+def find(rows: list[dict], name: str, contender: str) -> dict:
     for row in rows:
-        if text in row["name"]:
+        if row["name"] == name:
             for c in row["contenders"]:
                 if c["contender"] == contender and c["seconds"]:
                     return c
