@@ -16,7 +16,7 @@ def run(*args: str, **environment: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "mha_ext", *args],
-        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ except SystemExit as stop:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
+        check=False,
         timeout=120,
     )
     assert result.returncode != 0, result.stdout

@@ -307,7 +307,7 @@ def test_checkpoint_with_dropout_drops_the_same_again(reentrant):
 def test_checkpoint_inside_compile():
     block = Block(dropout=0.4)
     x = randn(2, 17, 32, grad=True)
-    f = lambda x: checkpoint(block, x, use_reentrant=False)  # noqa: E731
+    f = lambda x: checkpoint(block, x, use_reentrant=False)
     compiled, _ = counting(f)
     results = []
     for run in (f, compiled):
@@ -380,8 +380,8 @@ def test_func_grad_and_vjp():
 
 def test_jacrev_and_hessian():
     q, k, v = (randn(1, 1, 3, 2, dtype=torch.float64, seed=s) for s in range(3))
-    truth = lambda q: oracle.attention(q, k, v)[0].square().sum()  # noqa: E731
-    ours = lambda q: mha_ext.attention(q, k, v).square().sum()  # noqa: E731
+    truth = lambda q: oracle.attention(q, k, v)[0].square().sum()
+    ours = lambda q: mha_ext.attention(q, k, v).square().sum()
     torch.testing.assert_close(torch.func.jacrev(ours)(q), torch.func.jacrev(truth)(q))
     torch.testing.assert_close(
         torch.func.jacrev(torch.func.jacrev(ours))(q), torch.func.jacrev(torch.func.jacrev(truth))(q)
@@ -454,7 +454,7 @@ def test_vmap_of_softmax_and_heads():
     mix = randn(3, 2, 2)
     expected = torch.stack([mha_ext.merge_heads(*both) for both in zip(y, mix)])
     torch.testing.assert_close(torch.vmap(mha_ext.merge_heads)(y, mix), expected)
-    f = lambda s: mha_ext.masked_softmax(s, masks.Causal())  # noqa: E731
+    f = lambda s: mha_ext.masked_softmax(s, masks.Causal())
     torch.testing.assert_close(torch.vmap(f, in_dims=1)(y), torch.stack([f(one) for one in y.unbind(1)]))
 
 

@@ -30,7 +30,7 @@ def assert_curves_agree(runs):
 
 
 def test_gpt_trains_as_on_torch(example, tmp_path):
-    options = "--steps 24 --batch 4 --length 48 --layers 2 --d-model 64 --noise".split()
+    options = ["--steps", "24", "--batch", "4", "--length", "48", "--layers", "2", "--d-model", "64", "--noise"]
     gpt = example("train_gpt")
     runs = gpt.main([*options, "--save", str(tmp_path / "gpt.pt")])
     assert_curves_agree(runs)
@@ -46,7 +46,7 @@ def test_gpt_trains_as_on_torch(example, tmp_path):
 
 def test_encoder_decoder_trains_as_on_torch(example, tmp_path):
     pytest.importorskip("matplotlib")
-    options = "--steps 24 --batch 4 --layers 1 --d-model 64 --noise".split()
+    options = ["--steps", "24", "--batch", "4", "--layers", "1", "--d-model", "64", "--noise"]
     runs = example("train_restore").main([*options, "--plot", str(tmp_path / "curves.png")])
     assert_curves_agree(runs)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -63,7 +63,9 @@ def test_curves_tell_a_wrong_mask(example, monkeypatch):
     )
     with pytest.raises(AssertionError):
         assert_curves_agree(
-            example("train_restore").main("--steps 24 --batch 4 --layers 1 --d-model 64 --noise".split())
+            example("train_restore").main(
+                ["--steps", "24", "--batch", "4", "--layers", "1", "--d-model", "64", "--noise"]
+            )
         )
 
 

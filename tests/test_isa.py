@@ -27,7 +27,13 @@ def run(code: str, isa: str | None, *args: str, **more) -> subprocess.CompletedP
     if isa is not None:
         environment["MHA_EXT_CPU_ISA"] = isa
     return subprocess.run(
-        [sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True, timeout=300, **more
+        [sys.executable, "-c", code, *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        **more,
     )
 
 

@@ -312,7 +312,7 @@ def test_trap_14_masks_that_are_refused_with_the_fix(device):
             mha_ext.attention(q, k, v, mask=mask)
         return str(error.value).replace(" ", "").replace("(", "[").replace(")", "]")
 
-    ones = lambda *s: torch.ones(s, dtype=torch.bool, device=device)  # noqa: E731
+    ones = lambda *s: torch.ones(s, dtype=torch.bool, device=device)
     assert "[7" in refusal(ValueError, ones(7))
     text = refusal(ValueError, ones(2, 7))
     assert "[2,7]" in text and ("Padding" in text or "[:,None,None,:]" in text)
@@ -594,11 +594,11 @@ def test_trap_28_double_backward_is_not_silently_zero(device):
 
 def test_trap_29_vmap_over_batch_and_heads(device):
     q, k, v = (randn(3, 2, 4, 9, 8, device=device, seed=s) for s in range(3))
-    f = lambda q, k, v: mha_ext.attention(q, k, v, mask=masks.Causal())  # noqa: E731
+    f = lambda q, k, v: mha_ext.attention(q, k, v, mask=masks.Causal())
     mapped = torch.vmap(f)(q, k, v)
     looped = torch.stack([f(*one) for one in zip(q, k, v)])
     compare_fp32("batch", mapped, looped)
-    one_head = lambda q, k, v: f(q[None, None], k[None, None], v[None, None])[0, 0]  # noqa: E731
+    one_head = lambda q, k, v: f(q[None, None], k[None, None], v[None, None])[0, 0]
     heads = torch.vmap(torch.vmap(one_head))(q[0], k[0], v[0])
     compare_fp32("batch and heads", heads, f(q[0], k[0], v[0]))
     last = torch.vmap(f, in_dims=(-1, 0, 0), out_dims=2)(q.movedim(0, -1), k, v)

@@ -387,7 +387,7 @@ def test_inside_the_whole_torch_transformer():
     source, target = randn(N, S, E), randn(N, L, E, seed=1)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
     pad = torch.arange(S) >= torch.tensor([[S], [S - 3]])
-    call = dict(tgt_mask=causal, src_key_padding_mask=pad, memory_key_padding_mask=pad, tgt_is_causal=True)
+    call = {"tgt_mask": causal, "src_key_padding_mask": pad, "memory_key_padding_mask": pad, "tgt_is_causal": True}
     results = []
     for model in (theirs, ours):
         out = model(source, target, **call)

@@ -134,21 +134,16 @@ def test_mask_types():
     refusal(lambda: masks.Causal() & None, "NoneType", kind=TypeError)
 
 
+def masked_by(make, values):
+    return lambda: mha_ext.attention(q, k, v, mask=make(torch.tensor(values)))
+
+
 def test_mask_objects():
-    three, wrong = torch.tensor([1, 2, 3]), torch.tensor([[1, 2]])
-    for kind in (masks.Padding, masks.LeftPadding, masks.Prefix):
-        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(three)), kind.__name__, "[3]", "[2]", kind=ValueError)  # noqa: B023
-        refusal(lambda: mha_ext.attention(q, k, v, mask=kind(wrong)), kind.__name__, "[1,2]", kind=ValueError)  # noqa: B023
-        refusal(
-            lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([1.0, 2.0]))),
-            "float32",
-            kind=(ValueError, TypeError),
-        )  # noqa: B023
-        refusal(
-            lambda: mha_ext.attention(q, k, v, mask=kind(torch.tensor([True, False]))),
-            "bool",
-            kind=(ValueError, TypeError),
-        )  # noqa: B023
+    for make in (masks.Padding, masks.LeftPadding, masks.Prefix):
+        refusal(masked_by(make, [1, 2, 3]), make.__name__, "[3]", "[2]", kind=ValueError)
+        refusal(masked_by(make, [[1, 2]]), make.__name__, "[1,2]", kind=ValueError)
+        refusal(masked_by(make, [1.0, 2.0]), "float32", kind=(ValueError, TypeError))
+        refusal(masked_by(make, [True, False]), "bool", kind=(ValueError, TypeError))
     refusal(
         lambda: mha_ext.attention(q, k, v, mask=masks.Documents(torch.zeros(7, dtype=torch.int64))),
         "[7]",
@@ -273,7 +268,7 @@ def test_ops_called_directly_refuse_instead_of_crashing():
     def call(**given):
         return op(*cases.op_arguments(op, **{"q": q, "k": k, "v": v, "scale": 1.0, **given}))
 
-    ones = lambda *s: torch.ones(s, dtype=torch.int64)  # noqa: E731
+    ones = lambda *s: torch.ones(s, dtype=torch.int64)
     call()
     refusal(lambda: call(k=k[0]), "[2,7,8]", kind=RuntimeError)
     refusal(lambda: call(v=v[:, :, :3]), "[2,2,3,8]", kind=RuntimeError)

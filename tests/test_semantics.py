@@ -365,7 +365,7 @@ def test_bitwise_repeatable(c, device):
 
 # zero-sized dimensions ------------------------------------------------------------------------------------------------
 
-SIZES = dict(B=2, H=4, Hk=2, Sq=5, Sk=7, D=8, Dv=6)
+SIZES = {"B": 2, "H": 4, "Hk": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 6}
 
 
 @pytest.mark.parametrize("zero", ["B", "Sq", "Sk", "D", "Dv", "H,Hk", "Sq,Sk", "B,Sk"])
@@ -376,7 +376,7 @@ def test_zero_sizes(zero, dtype, device):
     k = torch.randn(n["B"], n["Hk"], n["Sk"], n["D"], device=device).to(dtype).requires_grad_()
     v = torch.randn(n["B"], n["Hk"], n["Sk"], n["Dv"], device=device).to(dtype).requires_grad_()
     bias = torch.randn(1, n["H"], n["Sq"], n["Sk"], device=device).to(dtype).requires_grad_()
-    options = dict(scale=1.0) if zero == "D" else {}
+    options = {"scale": 1.0} if zero == "D" else {}
     out, lse, weights = mha_ext.attention(
         q, k, v, mask=masks.Causal(), bias=bias, return_lse=True, return_weights=True, **options
     )

@@ -98,6 +98,7 @@ def run_python(code: str, timeout: int = 240) -> str:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
+        check=False,
         timeout=timeout,
     )
     assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-2000:]}"
