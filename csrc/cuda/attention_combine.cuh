@@ -1,10 +1,12 @@
 // Merges the partial results of a key-split attention forward by their logsumexps. One warp per query row.
 #pragma once
 #include "error.h"
+#include "exact_sum.cuh"
 #include "launch.h"
-#include "prim/math.cuh"
 
 namespace mha::cuda {
+
+constexpr int kMaxSplits = 32;  // a warp's lanes hold one factor each
 
 template <class T>
 __global__ void __launch_bounds__(128)
@@ -12,21 +14,32 @@ __global__ void __launch_bounds__(128)
   const int64_t rows = p.B * p.H * p.Sq, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;
-  float top = -INFINITY, sum = 0;
-  for (int s = 0; s < p.splits; ++s) top = fmaxf(top, p.partial_lse[s * rows + row]);
-  const float base = top == -INFINITY ? 0 : top;
-  for (int s = 0; s < p.splits; ++s) sum += expf(p.partial_lse[s * rows + row] - base);
-  const float lse = sum == 0 ? -INFINITY : base + logf(sum);
-  if (lane == 0) static_cast<float*>(p.lse)[row] = lse;
-  T* out = static_cast<T*>(p.out.data) + row / p.Sq / p.H * p.out.stride[0] + row / p.Sq % p.H * p.out.stride[1] +
-           row % p.Sq * p.out.stride[2];
-  for (int d = lane; d < p.Dv; d += 32) {
+  const float part = lane < p.splits ? p.partial_lse[lane * rows + row] : -INFINITY;
+  float top = part;
+#pragma unroll
+  for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  // Each logsumexp less the largest, with what rounding took from it. NaN stays.
+  const float rest = lane < p.splits ? p.partial_rest[lane * rows + row] : 0;
+  const float weight = part == -INFINITY ? 0 : expf(part - top + rest);
+  float sum = weight;
+#pragma unroll
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (lane == 0) {
+    const ExactSum<float> log = sum == 0 ? ExactSum<float>{-INFINITY, 0} : exact_sum(top, logf(sum));
+    static_cast<float*>(p.lse)[row] = log.value;
+    if (p.lse_rest) static_cast<float*>(p.lse_rest)[row] = log.rest;
+  }
+  const float factor = sum == 0 ? 0 : weight / sum;
+  const unsigned bh = unsigned(row / p.Sq), i = unsigned(row - int64_t(bh) * p.Sq), H = unsigned(p.H);
+  T* out = static_cast<T*>(p.out.data) + bh / H * p.out.stride[0] + bh % H * p.out.stride[1] + i * p.out.stride[2];
+  const float* from = p.partial_out + row * head;
+  for (int d = lane; d - lane < p.Dv; d += 32) {
     float x = 0;
     for (int s = 0; s < p.splits; ++s) {
-      const float part = p.partial_lse[s * rows + row];
-      if (part != -INFINITY) x += expf(part - lse) * p.partial_out[(s * rows + row) * head + d];
+      const float f = __shfl_sync(~0u, factor, s);
+      if (f != 0 && d < p.Dv) x += f * from[s * rows * head + d];
     }
-    out[d] = T(x);
+    if (d < p.Dv) out[d] = T(x);
   }
 }
 

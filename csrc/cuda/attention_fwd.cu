@@ -37,11 +37,11 @@ int multiprocessors() {
   return count;
 }
 
-// In how many parts to take the keys: enough blocks to fill the GPU twice, each with at least 256 keys.
+// In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill it,
+// each with at least 256 keys.
 int key_splits(const AttentionForward& p, int block_rows) {
-  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows);
-  const int64_t wanted = 2 * multiprocessors() / std::max<int64_t>(blocks, 1);
-  return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(32)})));
+  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows), wanted = multiprocessors() / std::max<int64_t>(blocks, 1);
+  return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 
 Plan plan(const AttentionForward& p) {
@@ -74,7 +74,7 @@ void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
 
 std::size_t attention_fwd_workspace(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 1) * sizeof(float) : 0;
+  return plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 2) * sizeof(float) : 0;
 }
 
 const char* attention_fwd_kernel(const AttentionForward& p) {
@@ -89,6 +89,7 @@ void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stre
   AttentionForwardLaunch& launch = plan.launch;
   launch.partial_out = static_cast<float*>(workspace);
   launch.partial_lse = launch.partial_out + partial_rows(launch) * plan.main->head;
+  launch.partial_rest = launch.partial_lse + partial_rows(launch);
   plan.main->launch(launch, stream);
   if (launch.splits > 1) {
     if (p.dtype == DType::f16)

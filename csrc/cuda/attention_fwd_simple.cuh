@@ -5,12 +5,9 @@
 // 128 threads: thread (y, x) of 16 x 8 owns rows 4 * y .. of the query tile, and keys 4 * x .. of the key tile while it
 // handles scores, columns 4 * x + 32 * c .. of the output otherwise; so row statistics are reduced over 8 lanes and stay put.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
+#include "element.cuh"
 #include "error.h"
+#include "exact_sum.cuh"
 #include "launch.h"
 
 namespace mha::cuda {
@@ -37,24 +34,13 @@ struct SimpleRow {
   Acc max = -INFINITY, sum = 0;
 };
 
-__device__ inline float exponential(float x) { return expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
 template <class Acc, class Problem>
 __device__ inline Acc bias_at(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const int64_t at = b * p.bias.stride[0] + h * p.bias.stride[1] + i * p.bias.stride[2] + j * p.bias.stride[3];
-  switch (p.bias_dtype) {
-    case DType::f64:
-      return Acc(static_cast<const double*>(p.bias.data)[at]);
-    case DType::f32:
-      return Acc(static_cast<const float*>(p.bias.data)[at]);
-    case DType::bf16:
-      return Acc(float(static_cast<const __nv_bfloat16*>(p.bias.data)[at]));
-    default:
-      return Acc(float(static_cast<const __half*>(p.bias.data)[at]));
-  }
+  return element<Acc>(p.bias.data, p.bias_dtype,
+                      b * p.bias.stride[0] + h * p.bias.stride[1] + i * p.bias.stride[2] + j * p.bias.stride[3]);
 }
 
 // Copies [kRows x kDepth] elements of a matrix, transposed, widened and filled up with zeros.
@@ -202,8 +188,11 @@ __global__ void __launch_bounds__(C::kThreads) attention_fwd_simple_kernel(const
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) row[r].sum += __shfl_xor_sync(~0u, row[r].sum, d);
     if (i >= Sq) continue;
-    if (x == 0 && first_column == 0)
-      static_cast<Acc*>(p.lse)[bh * Sq + i] = row[r].sum == 0 ? -Acc(INFINITY) : row[r].max + log(row[r].sum);
+    if (x == 0 && first_column == 0) {
+      const ExactSum<Acc> log = row[r].sum == 0 ? ExactSum<Acc>{-INFINITY, 0} : exact_sum(row[r].max, logarithm(row[r].sum));
+      static_cast<Acc*>(p.lse)[bh * Sq + i] = log.value;
+      if (p.lse_rest) static_cast<Acc*>(p.lse_rest)[bh * Sq + i] = log.rest;
+    }
     const Acc factor = row[r].sum == 0 ? Acc(0) : keep / row[r].sum;
     T* out = static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2] + first_column;
 #pragma unroll

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "error.h"
+#include "exact_sum.cuh"
 #include "fragment_sm80.cuh"
 #include "launch.h"
 #include "prim/mma.cuh"
@@ -30,6 +31,7 @@ struct ForwardSm80 {
   static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps, kBlockN = kHead <= 128 ? 64 : 32;
   static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
   static constexpr int kOt = kHead / 8;
+  static constexpr int kUnroll = kHead <= 64 && !kGeneral ? 2 : 1;
   static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128);
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
@@ -142,11 +144,12 @@ __device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (
 
 // The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
 template <class T, class C, class Tile>
-__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, int64_t b, int64_t h, int split,
-                                 int first_row, uint32_t staging, int lane) {
-  const int64_t bh = b * p.H + h;
-  float* partial = p.splits > 1 ? p.partial_out + (split * p.B * p.H + bh) * p.Sq * C::kHead : nullptr;
-  float* lse = p.splits > 1 ? p.partial_lse + (split * p.B * p.H + bh) * p.Sq : static_cast<float*>(p.lse) + bh * p.Sq;
+__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, unsigned b, unsigned h, unsigned split,
+                                 int first_row, uint32_t staging, unsigned lane) {
+  const int64_t first = ((p.splits > 1 ? split * p.B + b : int64_t(b)) * p.H + h) * p.Sq;
+  float* partial = p.splits > 1 ? p.partial_out + first * C::kHead : nullptr;
+  float* lse = (p.splits > 1 ? p.partial_lse : static_cast<float*>(p.lse)) + first;
+  float* lse_rest = p.splits > 1 ? p.partial_rest + first : p.lse_rest ? static_cast<float*>(p.lse_rest) + first : nullptr;
 #pragma unroll
   for (int m = 0; m < C::kMt; ++m)
 #pragma unroll
@@ -155,9 +158,12 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       int r = 16 * m + 8 * half + lane / 4, row = first_row + r;
-      if (lane % 4 == 0 && row < p.Sq)
-        lse[row] = sum == 0 ? -INFINITY : (log2f(sum) - state.negative_max[m][half]) * 0.69314718055994531f;
-      float factor = sum == 0 ? 0 : p.keep_scale / sum;
+      if (lane % 4 == 0 && row < p.Sq) {
+        const ExactSum<float> log = natural_log(-state.negative_max[m][half], sum);
+        lse[row] = log.value;
+        if (lse_rest) lse_rest[row] = log.rest;
+      }
+      float factor = sum == 0 ? 0 : p.keep_scale * reciprocal_approx(sum);
 #pragma unroll
       for (int n = 0; n < C::kOt; ++n) {
         float x = state.o[m][n][2 * half] * factor, y = state.o[m][n][2 * half + 1] * factor;
@@ -172,15 +178,15 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
   T* out = static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
   constexpr int kRowsPerPass = 32 / Tile::kLanes;
 #pragma unroll 2
-  for (int r = lane / Tile::kLanes; r < C::kRows; r += kRowsPerPass) {
+  for (unsigned r = lane / Tile::kLanes; r < C::kRows; r += kRowsPerPass) {
     if (first_row + r >= p.Sq) break;
 #pragma unroll
     for (int c = 0; c < Tile::kChunksPerLane; ++c) {
-      int chunk = lane % Tile::kLanes + c * Tile::kLanes, n = min(8, int(p.Dv) - chunk * 8);
+      int chunk = lane % Tile::kLanes + c * Tile::kLanes, n = int(p.Dv) - chunk * 8;
       uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
       T* to = out + (first_row + r) * p.out.stride[2] + chunk * 8;
-      if (n == 8 && p.aligned_out) {
-        *reinterpret_cast<uint4*>(to) = v;
+      if (n >= 8 && p.aligned_out) {
+        store_global_16(to, v);
       } else {
         const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -197,40 +203,46 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowRange ranges[C::kBlockM];
-  __shared__ Span spans[C::kWarps + 1];  // of each warp's rows, and of all: here rather than in registers, which are short
+  // Registers are short in the main loop: what it seldom needs is here.
+  __shared__ Span spans[C::kWarps + 1];  // of each warp's rows, and of all
+  __shared__ struct {
+    unsigned b, h, split;
+    int row, tile, tile_end;  // the first query row, the range of key tiles
+  } place;
   __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int Sq = int(p.Sq), Sk = int(p.Sk);
   // Late query tiles first: under a causal mask they have the most to do.
-  const int query_tile = p.query_tiles - 1 - int(blockIdx.x % p.query_tiles);
-  const int split = blockIdx.x / p.query_tiles % p.splits;
-  const int64_t bh = blockIdx.x / (p.query_tiles * p.splits), b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
-  const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
+  const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles), query_tile = p.query_tiles - 1 - blockIdx.x % p.query_tiles;
+  const unsigned bh = rest / p.splits, split = rest % p.splits, b = bh / H, h = bh % H, hk = h / (H / unsigned(p.Hk));
+  const int block_row = query_tile * C::kBlockM;
 
   const uint32_t stages = shared_address(shared);
   const uint32_t query_tile_at = stages + (C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
   const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
   const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
   const Matrix<T> values = {static_cast<const T*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1], p.v.stride[2], Sk, int(p.Dv)};
-  auto load_keys_and_values = [&](int tile, uint32_t stage) {
-    Tile::template load<C::kBlockN>(!C::kGeneral || p.aligned_k, stage, keys, tile * C::kBlockN, thread);
-    Tile::template load<C::kBlockN>(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, values, tile * C::kBlockN, thread);
-    cp_async_commit();
-  };
-
-  Tile::template load<C::kBlockM>(!C::kGeneral || p.aligned_q, query_tile_at, query, block_row, thread);
+  typename Tile::template Loader<C::kBlockM>(query, block_row, thread).load(!C::kGeneral || p.aligned_q, query_tile_at, Sq - block_row);
   cp_async_commit();
-  warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
+  warp_span<C::kRows>(p.mask, b, block_row + warp * C::kRows, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
   __syncthreads();
-  if (thread == 0) spans[C::kWarps] = merge(merge(spans[0], spans[1]), merge(spans[2], spans[3]));
+  if (thread == 0) {
+    const Span s = merge(merge(spans[0], spans[1]), merge(spans[2], spans[3]));
+    const int begin = s.begin / C::kBlockN, end = (s.end + C::kBlockN - 1) / C::kBlockN;
+    const int share = (max(0, end - begin) + p.splits - 1) / p.splits;  // key tiles of one split
+    spans[C::kWarps] = s;
+    place = {b, h, split, block_row, begin + int(split) * share, min(end, begin + int(split + 1) * share)};
+  }
   __syncthreads();
   const Span &own = spans[warp], &all = spans[C::kWarps];
-  int tile = all.begin / C::kBlockN, tile_end = (all.end + C::kBlockN - 1) / C::kBlockN;
-  if (p.splits > 1) {
-    int share = (tile_end - tile + p.splits - 1) / p.splits;
-    tile += split * share;
-    tile_end = min(tile_end, tile + share);
-  }
+  int tile = place.tile;
+  const int& tile_end = place.tile_end;
+  typename Tile::template Loader<C::kBlockN> key_loader(keys, tile * C::kBlockN, thread), value_loader(values, tile * C::kBlockN, thread);
+  auto load_keys_and_values = [&](int tile, uint32_t stage) {
+    key_loader.load(!C::kGeneral || p.aligned_k, stage, Sk - tile * C::kBlockN);
+    value_loader.load(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, Sk - tile * C::kBlockN);
+    cp_async_commit();
+  };
   if (tile < tile_end) load_keys_and_values(tile, stages);
 
   ForwardState<C> state;
@@ -269,26 +281,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       __syncthreads();
     }
     const uint32_t k_lane = stage + Tile::lane_b(lane), v_lane = stage + C::kTileBytes + Tile::lane_a(lane);
-#pragma unroll 1
+    const bool whole = !elementwise && tile * C::kBlockN >= own.full_begin && (tile + 1) * C::kBlockN <= own.full_end;
+#pragma unroll C::kUnroll
     for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
       const int key = tile * C::kBlockN + step * C::kStep;
-      if (key >= own.end || key + C::kStep <= own.begin) continue;
-      const FragmentPlace at = {b, h, first_row, key, ranges + warp * C::kRows};
+      const FragmentPlace at = {place.b, place.h, int(place.row + warp * C::kRows), key, ranges + warp * C::kRows};
       uint32_t visible = ~0u;
-      if (elementwise || key < own.full_begin || key + C::kStep > own.full_end) {
+      bool hides = false;
+      if (!whole) {
+        if (key >= own.end || key + C::kStep <= own.begin) continue;
         visible = visible_bits<C::kMt, C::kNt, !C::kGeneral>(p.mask, at, lane);
         if (elementwise && !__any_sync(~0u, visible)) continue;
+        hides = true;
       }
       float s[C::kMt][C::kNt][4] = {};
       scores<T, C, Tile>(s, q, q_lane, k_lane + step * C::kStep * Tile::kRowBytes);
       if constexpr (C::kGeneral) to_powers_of_two<T>(s, p, at, lane);
-      constexpr uint32_t kAll = C::kMt * C::kNt * 4 == 32 ? ~0u : (1u << C::kMt * C::kNt * 4 % 32) - 1;
-      const bool hides = __any_sync(~0u, (visible & kAll) != kAll);
       if (hides) hide(s, visible, -INFINITY);
       softmax_step<C>(s, state, scale);
       if constexpr (C::kGeneral)
         if (p.dropout.rng_state)
-          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, uint32_t(bh), at, lane), 0.0f);
+          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.b * H + place.h, at, lane), 0.0f);
       weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
       if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
     }
@@ -296,7 +309,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
   cp_async_wait<0>();
   __syncthreads();
-  write_out<T, C, Tile>(p, state, b, h, split, first_row, stages + warp * C::kRows * Tile::kRowBytes, lane);
+  write_out<T, C, Tile>(p, state, place.b, place.h, place.split, place.row + warp * C::kRows, stages + warp * C::kRows * Tile::kRowBytes, lane);
 }
 
 template <class T, class C>

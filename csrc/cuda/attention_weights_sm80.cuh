@@ -12,26 +12,27 @@ __global__ void __launch_bounds__(C::kThreads)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowRange ranges[C::kBlockM];
   __shared__ Span spans[C::kWarps];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int Sq = int(p.Sq), Sk = int(p.Sk), key_tiles = (Sk + C::kBlockN - 1) / C::kBlockN;
   const int tile = blockIdx.x % key_tiles;
   const int query_tile = blockIdx.x / key_tiles % p.query_tiles;
-  const int64_t bh = blockIdx.x / key_tiles / p.query_tiles, b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
+  const unsigned H = unsigned(p.H), bh = blockIdx.x / key_tiles / p.query_tiles, b = bh / H, h = bh % H, hk = h / (H / unsigned(p.Hk));
   const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
 
   const uint32_t keys_at = shared_address(shared), query_at = keys_at + C::kTileBytes;
   const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
   const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
-  Tile::template load<C::kBlockM>(p.aligned_q, query_at, query, block_row, thread);
-  Tile::template load<C::kBlockN>(p.aligned_k, keys_at, keys, tile * C::kBlockN, thread);
+  typename Tile::template Loader<C::kBlockM>(query, block_row, thread).load(p.aligned_q, query_at, Sq - block_row);
+  typename Tile::template Loader<C::kBlockN>(keys, tile * C::kBlockN, thread).load(p.aligned_k, keys_at, Sk - tile * C::kBlockN);
   cp_async_commit();
   warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
   cp_async_wait<0>();
   __syncthreads();
 
   const uint32_t q_lane = query_at + warp * C::kRows * Tile::kRowBytes + Tile::lane_a(lane);
-  T* weights = static_cast<T*>(p.weights.data) + bh * Sq * Sk;
-  const float* lse = static_cast<const float*>(p.lse) + bh * Sq;
+  T* weights = static_cast<T*>(p.weights.data) + int64_t(bh) * Sq * Sk;
+  const float* lse = static_cast<const float*>(p.lse) + int64_t(bh) * Sq;
+  const float* lse_rest = p.lse_rest ? static_cast<const float*>(p.lse_rest) + int64_t(bh) * Sq : nullptr;
 #pragma unroll 1
   for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
     const int key = tile * C::kBlockN + step * C::kStep;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(C::kThreads)
       scores<T, C, Tile>(s, nullptr, q_lane, keys_at + Tile::lane_b(lane) + step * C::kStep * Tile::kRowBytes);
       to_powers_of_two<T>(s, p, at, lane);
       if (p.dropout.rng_state)
-        visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, uint32_t(bh), at, lane);
+        visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, bh, at, lane);
     }
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m)
@@ -50,14 +51,14 @@ __global__ void __launch_bounds__(C::kThreads)
       for (int half = 0; half < 2; ++half) {
         int row = first_row + 16 * m + 8 * half + lane / 4;
         if (row >= Sq) continue;
-        float offset = lse[row] * 1.4426950408889634f;
+        const float row_lse = lse[row], rest = lse_rest ? lse_rest[row] : 0;
 #pragma unroll
         for (int n = 0; n < C::kNt; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             int j = key + 8 * n + lane % 4 * 2 + e;
-            bool shown = visible >> fragment_bit<C::kNt>(m, n, half, e) & 1;
-            float w = shown ? exp2_approx(s[m][n][2 * half + e] - offset) * p.keep_scale : 0.0f;
+            const bool shown = row_lse != -INFINITY && (visible >> fragment_bit<C::kNt>(m, n, half, e) & 1);
+            float w = shown ? exp2_approx(power_above(s[m][n][2 * half + e], row_lse, rest)) * p.keep_scale : 0.0f;
             if (j < Sk) weights[int64_t(row) * Sk + j] = T(w);
           }
       }

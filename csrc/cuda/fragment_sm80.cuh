@@ -16,14 +16,14 @@ __device__ constexpr int fragment_bit(int m, int n, int half, int e) {
 
 // Where a warp's score tile is.
 struct FragmentPlace {
-  int64_t b, h;
+  unsigned b, h;
   int row, key;       // of the tile's first element
   const RowRange* ranges;  // of the tile's rows
 };
 
 // The pairs that the mask shows. With kIntervalOnly, documents and the dense mask are not looked at.
 template <int kMt, int kNt, bool kIntervalOnly>
-__device__ inline uint32_t visible_bits(const Mask& mask, const FragmentPlace& at, int lane) {
+__device__ inline uint32_t visible_bits(const Mask& mask, const FragmentPlace& at, unsigned lane) {
   static_assert(kMt * kNt * 4 <= 32);
   uint32_t bits = 0;
   int g = lane / 4, key = at.key + lane % 4 * 2;
@@ -66,7 +66,7 @@ __device__ inline void add_specials(float (&o)[kMt][kOt][4], uint32_t visible, c
 #pragma unroll 1
   for (int j = 0; j < 8 * kNt; ++j) {
     // Which rows see key j is known to the lane of this row group that holds the key's scores.
-    uint32_t rows = __shfl_sync(~0u, visible, lane & ~3 | j % 8 / 2) >> fragment_bit<kNt>(0, j / 8, 0, j % 2);
+    uint32_t rows = __shfl_sync(~0u, visible, (lane & ~3) | j % 8 / 2) >> fragment_bit<kNt>(0, j / 8, 0, j % 2);
 #pragma unroll
     for (int n = 0; n < kOt; ++n) {
       const uint32_t bits = *reinterpret_cast<const volatile uint16_t*>(specials + j * stride + n) >> lane % 4 * 2;
@@ -90,7 +90,7 @@ __device__ inline float soft_cap(float x, float cap) {
 
 template <class T, int kMt, int kNt>
 __device__ inline void add_bias(float (&s)[kMt][kNt][4], const Tensor4& bias, const FragmentPlace& at, int Sq, int Sk,
-                                float factor, int lane) {
+                                float factor, unsigned lane) {
   const T* base = static_cast<const T*>(bias.data) + at.b * bias.stride[0] + at.h * bias.stride[1];
   int g = lane / 4, key = at.key + lane % 4 * 2;
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ inline void add_bias(float (&s)[kMt][kNt][4], const Tensor4& bias, co
 
 // Raw products q.k become scores in powers of two: log2(e) * (softcap(scale * s) + bias).
 template <class T, int kMt, int kNt, class Problem>
-__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, int lane) {
+__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, unsigned lane) {
   constexpr float kLog2e = 1.4426950408889634f;
   const float inverse = p.softcap_scale;
 #pragma unroll
@@ -132,9 +132,9 @@ __device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& 
 // one makes the words of row g, the odd one those of row g + 8, and they trade.
 template <int kMt, int kNt>
 __device__ inline uint32_t kept_bits(DropoutKey key, uint32_t threshold, uint32_t batch_head, const FragmentPlace& at,
-                                     int lane) {
+                                     unsigned lane) {
   uint32_t bits = 0;
-  int g = lane / 4, t = lane % 4, odd = t & 1;
+  unsigned g = lane / 4, t = lane % 4, odd = t & 1;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
 #pragma unroll

@@ -37,6 +37,7 @@ struct AttentionForwardLaunch : AttentionForward, Numbers {
   int splits = 1;                // over keys, merged afterwards
   float* partial_out = nullptr;  // [splits,B,H,Sq,head size of the instance]
   float* partial_lse = nullptr;  // [splits,B,H,Sq]
+  float* partial_rest = nullptr;  // likewise, for lse_rest
 };
 
 }  // namespace mha::cuda

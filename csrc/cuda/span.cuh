@@ -23,9 +23,9 @@ __device__ inline Span merge(const Span& a, const Span& b) {
 // Rows from Sq on see nothing and don't count. Both results are for shared memory, and need a barrier.
 template <int kRows>
 __device__ inline void warp_span(const Mask& mask, int64_t b, int first, int Sq, int Sk, RowRange* ranges, Span* span,
-                                 int lane) {
+                                 unsigned lane) {
   Span s = {kKeyMax, 0, 0, kKeyMax};
-  int i = lane % kRows;
+  const int i = lane % kRows;
   RowRange r = {0, 0};
   if (first + i < Sq) {
     Interval interval = row_interval(mask, b, first + i, Sk);
@@ -33,10 +33,8 @@ __device__ inline void warp_span(const Mask& mask, int64_t b, int first, int Sq,
     s = {r.begin < r.end ? r.begin : kKeyMax, r.end, r.begin, r.end};
   }
   if (lane < kRows) ranges[i] = r;
-#pragma unroll
-  for (int d = 16; d; d /= 2)
-    s = merge(s, {__shfl_xor_sync(~0u, s.begin, d), __shfl_xor_sync(~0u, s.end, d), __shfl_xor_sync(~0u, s.full_begin, d),
-                  __shfl_xor_sync(~0u, s.full_end, d)});
+  s = {__reduce_min_sync(~0u, s.begin), __reduce_max_sync(~0u, s.end), __reduce_max_sync(~0u, s.full_begin),
+       __reduce_min_sync(~0u, s.full_end)};
   if (lane == 0) *span = s;
 }
 

@@ -34,8 +34,8 @@ struct TileSm80 {
   static constexpr int kRowsPerPass = kThreads / kLanes;
   static constexpr int kChunksPerLane = kHead / 8 / kLanes;
 
-  __device__ static uint32_t swizzle(int row) { return kSwizzle == 7 ? row & 7 : (row >> 1) & 3; }
-  __device__ static uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
+  __device__ static uint32_t swizzle(uint32_t row) { return kSwizzle == 7 ? row & 7 : (row >> 1) & 3; }
+  __device__ static uint32_t offset(uint32_t row, uint32_t chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
 
   // Where a lane's chunk of the 16-column step `step` is, given the address of its chunk of step 0. The tile is aligned
   // to 128 bytes, so the swizzled bits change by exclusive or and the rest by addition (an immediate).
@@ -45,68 +45,75 @@ struct TileSm80 {
 
   // Addresses of step 0 for ldmatrix_x4, relative to the tile.
   // As operand A (16 rows): tiles (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
-  __device__ static uint32_t lane_a(int lane) { return offset(lane % 16, lane / 16); }
+  __device__ static uint32_t lane_a(unsigned lane) { return offset(lane % 16, lane / 16); }
   // As operand B with the rows as B's columns (S = Q K^T: 16 keys): registers b0, b1 of rows 0-7, then of rows 8-15.
-  __device__ static uint32_t lane_b(int lane) { return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
+  __device__ static uint32_t lane_b(unsigned lane) { return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
   // As operand B, transposed on the way (O = P V: 16 keys): b0, b1 of columns 0-7, then of columns 8-15. Same as lane_a.
 
-  // Starts copying rows [first, first + kRows) to the tile, zeros beyond the matrix. One cp.async group is the caller's
-  // to commit. Needs 16-byte aligned rows.
+  // A thread's part in loading consecutive tiles of kRows rows.
   template <int kRows>
-  __device__ static void load_async(uint32_t tile, const Matrix<T>& m, int first, int thread) {
+  class Loader {
     static_assert(kRows % kRowsPerPass == 0);
-    const int row = thread / kLanes, lane = thread % kLanes;
-    const uint32_t to = tile + offset(row, lane);
-    const T* from = m.data + (first + row) * m.stride + lane * 8;
-    const int rows_left = m.rows - first - row, bytes_left = 2 * (m.columns - 8 * lane);
-    if (first + kRows <= m.rows)  // most tiles need no look at each row
-      copy_passes<kRows, false>(to, from, m.stride, rows_left, bytes_left);
-    else
-      copy_passes<kRows, true>(to, from, m.stride, rows_left, bytes_left);
-  }
 
-  template <int kRows, bool kEdge>
-  __device__ static void copy_passes(uint32_t to, const T* from, int64_t stride, int rows_left, int bytes_left) {
-#pragma unroll
-    for (int i = 0; i < kRows / kRowsPerPass; ++i, from += kRowsPerPass * stride)
-#pragma unroll
-      for (int c = 0; c < kChunksPerLane; ++c) {
-        int bytes = min(16, max(0, bytes_left - c * kLanes * 16));
-        if (kEdge && i * kRowsPerPass >= rows_left) bytes = 0;
-        cp_async_16(to + i * kRowsPerPass * kRowBytes + c * kLanes * 16, from + c * kLanes * 8, bytes);
-      }
-  }
+   public:
+    __device__ Loader(const Matrix<T>& m, int first, unsigned thread)
+        : stride_(m.stride),
+          from_(m.data + (first + thread / kLanes) * m.stride + thread % kLanes * 8),
+          to_(offset(thread / kLanes, thread % kLanes)),
+          columns_left_(m.columns - thread % kLanes * 8),
+          row_(thread / kLanes) {}
 
-  // The same, element by element, for any alignment; done when it returns.
-  template <int kRows>
-  __device__ static void load_any(uint32_t tile, const Matrix<T>& m, int first, int thread) {
-    int row = thread / kLanes, lane = thread % kLanes;
-#pragma unroll 1
-    for (int i = 0; i < kRows / kRowsPerPass * kChunksPerLane; ++i) {
-      int r = row + i / kChunksPerLane * kRowsPerPass, chunk = lane + i % kChunksPerLane * kLanes;
-      const T* from = m.data + (first + r) * m.stride + chunk * 8;
-      uint32_t word[4];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        bool inside = first + r < m.rows && chunk * 8 + j < m.columns;
-        uint32_t x = inside ? reinterpret_cast<const uint16_t*>(from)[j] : 0;
-        word[j / 2] = j % 2 ? word[j / 2] | x << 16 : x;
-      }
-      store_shared_16(tile + offset(r, chunk), make_uint4(word[0], word[1], word[2], word[3]));
+    // Brings the next kRows rows into the tile, zeros beyond the matrix (rows_left from here): by cp.async (whose group is the caller's to
+    // commit) or, where rows don't start at multiples of 16 bytes, element by element.
+    __device__ void load(bool aligned, uint32_t tile, int rows_left) {
+      if (!aligned)
+        load_any(tile, rows_left);
+      else if (rows_left >= kRows)  // most tiles need no look at each row
+        load_async<false>(tile, rows_left);
+      else
+        load_async<true>(tile, rows_left);
+      from_ += kRows * stride_;
     }
-  }
 
-  template <int kRows>
-  __device__ static void load(bool aligned, uint32_t tile, const Matrix<T>& m, int first, int thread) {
-    if (aligned)
-      load_async<kRows>(tile, m, first, thread);
-    else
-      load_any<kRows>(tile, m, first, thread);
-  }
+   private:
+    template <bool kEdge>
+    __device__ void load_async(uint32_t tile, int rows_left) const {
+      const T* from = from_;
+#pragma unroll
+      for (int i = 0; i < kRows / kRowsPerPass; ++i, from += kRowsPerPass * stride_)
+#pragma unroll
+        for (int c = 0; c < kChunksPerLane; ++c) {
+          int bytes = min(16, max(0, columns_left_ - c * kLanes * 8) * 2);
+          if (kEdge && row_ + i * kRowsPerPass >= rows_left) bytes = 0;
+          cp_async_16(tile + to_ + i * kRowsPerPass * kRowBytes + c * kLanes * 16, from + c * kLanes * 8, bytes);
+        }
+    }
+
+    __device__ void load_any(uint32_t tile, int rows_left) const {
+#pragma unroll 1
+      for (int i = 0; i < kRows / kRowsPerPass; ++i)
+#pragma unroll 1
+        for (int c = 0; c < kChunksPerLane; ++c) {
+          const T* from = from_ + i * kRowsPerPass * stride_ + c * kLanes * 8;
+          uint32_t word[4] = {};
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            if (row_ + i * kRowsPerPass < rows_left && c * kLanes * 8 + j < columns_left_)
+              word[j / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(from)[j]) << j % 2 * 16;
+          store_shared_16(tile + to_ + i * kRowsPerPass * kRowBytes + c * kLanes * 16,
+                          make_uint4(word[0], word[1], word[2], word[3]));
+        }
+    }
+
+    const int64_t stride_;
+    const T* from_;
+    const uint32_t to_;
+    const int columns_left_, row_;
+  };
 
   // Whether the chunks that this thread itself brought in (and waited for) hold NaN or Inf.
   template <int kRows>
-  __device__ static bool any_nonfinite(uint32_t tile, int thread) {
+  __device__ static bool any_nonfinite(uint32_t tile, unsigned thread) {
     uint32_t from = tile + offset(thread / kLanes, thread % kLanes), sum = 0;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsPerPass; ++i)
@@ -124,11 +131,11 @@ struct TileSm80 {
   // Replaces NaN and Inf by zeros in this thread's chunks. specials[row * (kHead / 8) + chunk] remembers them: bit i for
   // +Inf or NaN in the chunk's element i, bit 8 + i for -Inf or NaN.
   template <int kRows>
-  __device__ static void take_specials(uint32_t tile, uint16_t* specials, int thread) {
+  __device__ static void take_specials(uint32_t tile, uint16_t* specials, unsigned thread) {
     constexpr uint32_t e = Half16<T>::exponent;
 #pragma unroll 1
     for (int i = 0; i < kRows / kRowsPerPass * kChunksPerLane; ++i) {
-      int row = thread / kLanes + i / kChunksPerLane * kRowsPerPass, chunk = thread % kLanes + i % kChunksPerLane * kLanes;
+      unsigned row = thread / kLanes + i / kChunksPerLane * kRowsPerPass, chunk = thread % kLanes + i % kChunksPerLane * kLanes;
       uint4 v = load_shared_16(tile + offset(row, chunk));
       uint32_t word[4] = {v.x, v.y, v.z, v.w}, bits = 0;
 #pragma unroll

@@ -1,0 +1,63 @@
+// Elements of tensors whose type is known at compile time or only at run time, one by one or as 16-byte packs.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../dtype.h"
+
+namespace mha::cuda {
+
+template <class Acc>
+__device__ inline Acc element(const void* data, DType type, int64_t at) {
+  switch (type) {
+    case DType::f64:
+      return Acc(static_cast<const double*>(data)[at]);
+    case DType::f32:
+      return Acc(static_cast<const float*>(data)[at]);
+    case DType::bf16:
+      return Acc(float(static_cast<const __nv_bfloat16*>(data)[at]));
+    default:
+      return Acc(float(static_cast<const __half*>(data)[at]));
+  }
+}
+
+// What moves in one access.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  T x[kSize];
+};
+
+// float for T of 16 and 32 bits, double for double.
+template <class T>
+struct AccumulateOf {
+  using type = float;
+};
+template <>
+struct AccumulateOf<double> {
+  using type = double;
+};
+template <class T>
+using Accumulate = typename AccumulateOf<T>::type;
+
+// Calls f with a value of the C++ type of a dtype.
+template <class F>
+void with_type(DType type, F f) {
+  switch (type) {
+    case DType::f64:
+      return f(double());
+    case DType::f32:
+      return f(float());
+    case DType::bf16:
+      return f(__nv_bfloat16());
+    case DType::f16:
+      return f(__half());
+  }
+}
+
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float logarithm(float x) { return logf(x); }
+__device__ inline double logarithm(double x) { return log(x); }
+
+}  // namespace mha::cuda

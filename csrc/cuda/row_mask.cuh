@@ -1,0 +1,36 @@
+// Helpers of kernels that handle whole rows of scores.
+#pragma once
+#include "element.cuh"
+#include "launch.h"
+
+namespace mha::cuda {
+
+// Reduces over the block's threads; every thread gets the result. scratch: 32 elements of shared memory.
+template <class Acc, class Op>
+__device__ inline Acc block_reduce(Acc x, Acc* scratch, Op op) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) x = op(x, __shfl_xor_sync(~0u, x, d));
+  if (blockDim.x == 32) return x;
+  __syncthreads();  // scratch may still be read from the reduction before
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = scratch[0];
+  for (unsigned w = 1; w < blockDim.x / 32; ++w) x = op(x, scratch[w]);
+  return x;
+}
+
+// One row of a masked softmax problem.
+struct ScoreRow {
+  int64_t b, h, i;
+  Interval interval;
+
+  __device__ ScoreRow(const MaskedSoftmaxProblem& p, int64_t row)
+      : b(row / p.Sq / p.H), h(row / p.Sq % p.H), i(row % p.Sq), interval(row_interval(p.mask, b, i, p.Sk)) {}
+
+  __device__ bool sees(const Mask& mask, int64_t j) const {
+    return j >= interval.begin && j < interval.end && visible_in_interval(mask, b, h, i, j);
+  }
+  __device__ int64_t offset(const Tensor4& t) const { return b * t.stride[0] + h * t.stride[1] + i * t.stride[2]; }
+};
+
+}  // namespace mha::cuda
