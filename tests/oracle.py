@@ -122,7 +122,10 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         ds = weights * (dp + (weights * dp).sum(-1, keepdim=True))
         if dlse is not None:
             ds = ds + weights * dlse.detach().double().abs().unsqueeze(-1)
-        ds = ds * row
+        through_lse = row + lse.abs().masked_fill(lse.isinf(), 0.0).unsqueeze(
+            -1
+        )  # backward has the weights from the stored lse
+        ds = ds * through_lse
 
         def per_kv_head(t):
             return t.unflatten(1, (Hk, H // Hk)).sum(2) if Hk else t
@@ -133,7 +136,7 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
             "weights": weights * kept * row,
             "q": abs(scale) * (ds @ kr),
             "k": per_kv_head(abs(scale) * (ds.transpose(-1, -2) @ q.abs())),
-            "v": per_kv_head(((weights * kept) * row).transpose(-1, -2) @ dout.abs()),
+            "v": per_kv_head(((weights * kept) * through_lse).transpose(-1, -2) @ dout.abs()),
         }
         if bias is not None:
             result["bias"] = ds.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)
