@@ -19,10 +19,10 @@ import torch
 
 import mha_ext
 
-ROUNDS = 7  # the least for a median; slow contenders get fewer, and the table says so
+ROUNDS = 7  # the least for a median; rows of seconds get fewer, and the table says so
 SLOW_ROUNDS = 3
-SLOW_SECONDS = 1.0  # for the baseline and mha_ext
-SLOW_OTHER_SECONDS = 0.1  # for the contenders beside them
+ROW_SECONDS = 3.0  # after this long a row stops at SLOW_ROUNDS or more
+SLOW_SECONDS = 0.1  # contenders beside the baseline and mha_ext that are slower get SLOW_ROUNDS
 SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sample lasts about this long
 
 
@@ -32,7 +32,7 @@ class Case:
 
     calls: dict[str, Callable]  # contender -> call without arguments that returns a tensor or a tuple of tensors
     baseline: str  # the contender that the others' speed is given against
-    expected: Callable  # gives the tensors that every contender's result is checked against
+    expected: Callable | None  # gives what every result is checked against; None: the first contender's result
     flops: float = 0.0
     bytes: float = 0.0  # bytes that any implementation has to move, for rows bound by memory
     peak: str = "float32"  # which measured peak the share is taken of
@@ -89,11 +89,11 @@ def status_bytes(key: str) -> int:
     raise OSError(f"/proc/self/status has no {key}")
 
 
-def peak_growth(call: Callable) -> float:
-    """Bytes by which the process's resident memory grows at most during a call, its result included (Linux only).
+def peak_growth(call: Callable) -> tuple[object, float]:
+    """A call's result, and the bytes by which the process's resident memory grew at most, the result included.
 
     It sees every allocation that is touched, whoever makes it: torch's allocator, a math library or a kernel's own
-    buffers.
+    buffers. NaN where the system (not Linux) has no such measure.
     """
     return_freed_memory()
     try:
@@ -101,10 +101,9 @@ def peak_growth(call: Callable) -> float:
             file.write("5")  # resets the high-water mark
         before = status_bytes("VmRSS")
         result = call()
-        del result
-        return max(0, status_bytes("VmHWM") - before)
+        return result, max(0, status_bytes("VmHWM") - before)
     except OSError:
-        return math.nan
+        return call(), math.nan
 
 
 def one_sample(call: Callable, repeats: int) -> float:
@@ -116,39 +115,41 @@ def one_sample(call: Callable, repeats: int) -> float:
 
 def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = lambda text: None) -> list[Timing]:
     """Checks every contender, then times them in turn."""
-    expected = case.expected() if case.check is None else None
+    expected = case.expected() if case.expected and not case.check else None
     timings, samples, plan = [], {}, {}
     for name, call in case.calls.items():
         on_step(f"check {name}")
         timing = Timing(name)
         timings.append(timing)
+        start = time.perf_counter()
         try:
-            result = call()
+            result, timing.peak_bytes = peak_growth(call)
         except Exception as failure:  # one contender that cannot run here must not end the comparison
             timing.note = f"failed: {type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
             continue
-        if case.check is not None:
-            timing.error = case.check(result)
-            right = timing.error <= 1
-        else:
-            timing.error = relative_error(result, expected)
-            right = timing.error <= tolerance(as_tuple(result)[0].dtype)
+        seconds = time.perf_counter() - start
+        expected = result if expected is None else expected
+        timing.error = case.check(result) if case.check else relative_error(result, expected)
+        right = timing.error <= (1 if case.check else tolerance(as_tuple(result)[0].dtype))
         del result
         if not right:
             timing.note = "wrong result" if math.isfinite(timing.error) else "result not finite"
             continue
-        timing.peak_bytes = peak_growth(call)
-        seconds = one_sample(call, 1)
-        repeats = max(1, round(SHORT_SECONDS / seconds))
+        if seconds < 1 or name == "flex":  # the first call may have compiled, or made buffers that stay
+            timing.peak_bytes = peak_growth(call)[1]
+            seconds = one_sample(call, 1)
         main = name == case.baseline or name.startswith("mha_ext")
-        slow = seconds > (SLOW_SECONDS if main else SLOW_OTHER_SECONDS) and not full
-        rounds = SLOW_ROUNDS if slow else ROUNDS if seconds > 0.02 else 3 * ROUNDS
-        plan[name], samples[name] = (rounds, repeats), []
+        few = seconds > SLOW_SECONDS and not main and not full
+        rounds = SLOW_ROUNDS if few else ROUNDS if seconds > 0.02 else 3 * ROUNDS
+        plan[name], samples[name] = (rounds, max(1, round(SHORT_SECONDS / seconds))), []
     del expected
     return_freed_memory()
     gc.disable()
+    start = time.perf_counter()
     try:
         for round_ in range(max((rounds for rounds, _ in plan.values()), default=0)):
+            if round_ >= SLOW_ROUNDS and time.perf_counter() - start > ROW_SECONDS and not full:
+                break
             for name, (rounds, repeats) in plan.items():
                 if round_ < rounds:
                     on_step(f"round {round_ + 1} {name}")

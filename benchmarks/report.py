@@ -142,7 +142,7 @@ def claims(rows: list[dict]) -> list[dict]:
                 f"textbook in parallel {a['seconds'] / b['seconds']:.2f}x, mha_ext {a['seconds'] / c['seconds']:.2f}x"
             ),
         )
-        name = f"layouts B4 H12 S1024 D64 fp32 {way}"
+        name = f"layouts B1 H12 S1024 D64 fp32 {way}"
         for who in ("eager", "sdpa", "mha_ext"):
             add(
                 f"contiguous inputs 23 ms, transposed 37 ms, so 1.6x (S=1024, d_model 768, 12 heads), {way}",

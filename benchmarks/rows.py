@@ -17,7 +17,7 @@ MAIN_SHAPES = (
     Shape(1, 32, 2048, 128, causal=True, kv_heads=8),
     Shape(1, 8, 8192, 64, causal=True),
 )
-UNFUSED_BYTES = 1 << 30  # scores larger than this keep the unfused contenders out of the default run
+UNFUSED_BYTES = 1 << 29  # scores larger than this keep the unfused contenders out of the default run
 
 
 @dataclass
@@ -50,6 +50,8 @@ def compare(calls: dict[str, Callable], inputs, *, backward: bool, baseline="sdp
     if backward:
         dout = torch.randn_like(inputs[0][..., : inputs[2].shape[-1]])
         calls = {name: training(call, inputs, dout) for name, call in calls.items()}
+    if inputs[0].dtype == FP32 and next(iter(calls)) == "sdpa":
+        truth = None  # it would be the same call
     return Case(calls, baseline, truth, peak=dtype_key(inputs[0].dtype), **kwargs)
 
 
@@ -61,7 +63,7 @@ def main_case(shape: Shape, dtype: torch.dtype, backward: bool, full: bool) -> C
         "sdpa": lambda: sdpa(*inputs, causal=causal),
         "mha_ext": lambda: ours(*inputs, causal=causal),
     }
-    if full or shape.scores_bytes < UNFUSED_BYTES // 2:
+    if full or (dtype == FP32 and shape.scores_bytes < UNFUSED_BYTES):
         calls["eager"] = lambda: eager(*inputs, causal=causal)
         calls["loop over heads"] = lambda: loop(*inputs, causal=causal)
     else:
@@ -97,7 +99,7 @@ def main_rows(full: bool) -> list[Row]:
     ]
 
 
-def layout_case(shape: Shape, dtype: torch.dtype, backward: bool, with_eager: bool = False) -> Case:
+def layout_case(shape: Shape, dtype: torch.dtype, backward: bool, with_eager: bool) -> Case:
     """The same numbers in three layouts: [B,H,S,D] contiguous, [B,S,H,D] transposed, slices of a packed [B,S,3,H,D]."""
     contiguous = shape.inputs(dtype, requires_grad=backward)
     transposed = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous]
@@ -130,11 +132,11 @@ def layout_rows(full: bool) -> list[Row]:
     rows = []
     for dtype in (FP32, BF16) if full else (FP32,):
         for backward in (False, True):
-            shape = Shape(4, 12, 1024, 64)
+            shape = Shape(1, 12, 1024, 64)
             name = f"layouts {shape} {NAMES[dtype]} {direction(backward)}"
             rows.append(Row("layouts", name, partial(layout_case, shape, dtype, backward, with_eager=True)))
     shape = Shape(4, 12, 512, 64, causal=True)
-    rows.append(Row("layouts", f"layouts {shape} bf16 fwd", lambda: layout_case(shape, BF16, False)))
+    rows.append(Row("layouts", f"layouts {shape} bf16 fwd", lambda: layout_case(shape, BF16, False, False)))
     return rows
 
 
