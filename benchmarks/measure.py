@@ -21,7 +21,7 @@ import mha_ext
 
 ROUNDS = 7  # the least for a median; rows of seconds get fewer, and the table says so
 SLOW_ROUNDS = 3
-ROW_SECONDS = 3.0  # after this long a row stops at SLOW_ROUNDS or more
+ROW_SECONDS = 3.0  # once the contenders of many rounds took this long, SLOW_ROUNDS are enough
 SLOW_SECONDS = 0.1  # contenders beside the baseline and mha_ext that are slower get SLOW_ROUNDS
 SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sample lasts about this long
 
@@ -145,10 +145,10 @@ def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = l
     del expected
     return_freed_memory()
     gc.disable()
-    start = time.perf_counter()
     try:
         for round_ in range(max((rounds for rounds, _ in plan.values()), default=0)):
-            if round_ >= SLOW_ROUNDS and time.perf_counter() - start > ROW_SECONDS and not full:
+            spent = sum(sum(samples[name]) * repeats for name, (rounds, repeats) in plan.items() if rounds >= ROUNDS)
+            if round_ >= SLOW_ROUNDS and spent > ROW_SECONDS and not full:
                 break
             for name, (rounds, repeats) in plan.items():
                 if round_ < rounds:
