@@ -27,6 +27,13 @@ struct ForwardPlan {
   }
 };
 
+// The packed keys and values of a whole head, which serve all its blocks.
+template <class Unit>
+struct PackedHead {
+  int64_t head;  // b * Hk + key/value head; -1: none yet
+  Broadcast<Unit> k, v;
+};
+
 // What one thread works in. Unit is what the products multiply, T what they sum.
 template <class Unit>
 struct ForwardScratch {
@@ -36,11 +43,13 @@ struct ForwardScratch {
   T *row_max, *row_sum, *rescale;  // [kMaxRows]
   uint32_t *batch_head, *query;    // [kMaxRows]
   Unit* q;                         // [units(D)][kMaxRows]
-  Unit *k, *v;                     // a tile of keys, of values
-  T* score;                        // [kMaxKeys][kMaxRows]
-  T *bias, *multiplier;            // [kMaxKeys][kMaxRows]
-  Unit* weight;                    // [units(kMaxKeys)][kMaxRows]
-  T* out;                          // [Dv][kMaxRows]
+  bool whole_head;                 // k and v hold a packed head, not a tile
+  PackedHead<Unit>* packed;
+  Unit *k, *v;           // keys and values, packed
+  T* score;              // [kMaxKeys][kMaxRows]
+  T *bias, *multiplier;  // [kMaxKeys][kMaxRows]
+  Unit* weight;          // [units(kMaxKeys)][kMaxRows]
+  T* out;                // [Dv][kMaxRows]
   std::size_t bytes;
 
   ForwardScratch(const AttentionForward& p, void* base) {
@@ -54,8 +63,13 @@ struct ForwardScratch {
     batch_head = arena.take<uint32_t>(kMaxRows);
     query = arena.take<uint32_t>(kMaxRows);
     q = arena.take<Unit>(units<Unit>(int(D)) * kMaxRows);
-    k = arena.take<Unit>(kMaxKeys * units<Unit>(int(D)));
-    v = arena.take<Unit>(kMaxKeys * Dv);
+    const bool packs = sizeof(Unit) != size_of(p.dtype);
+    const int64_t head_bytes = p.Sk * (D + Dv) * int64_t(sizeof(Unit)) / kUnitK<Unit>;
+    whole_head = packs && p.Sq > kMaxRows && head_bytes <= kPackedHeadBytes;
+    const int packed_keys = whole_head ? int(p.Sk) : kMaxKeys;
+    packed = arena.take<PackedHead<Unit>>(1);
+    k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
+    v = arena.take<Unit>(units<Unit>(packed_keys) * Dv);
     score = arena.take<T>(tile);
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
@@ -88,13 +102,36 @@ struct ForwardBlock {
     k_base = element(p.k.data, p.dtype, b * p.k.stride[0] + kv_head * p.k.stride[1]);
     v_base = element(p.v.data, p.dtype, b * p.v.stride[0] + kv_head * p.v.stride[1]);
     load_rows();
+    if (s.whole_head) pack_head(b * p.Hk + kv_head);
     bool first = true;
-    for (int64_t j = s.block->any_begin; j < s.block->any_end; j += kMaxKeys) {
+    // A tile of a packed head starts with a whole unit; the key that this may add is hidden like any other.
+    const int64_t first_key = s.block->any_begin - (s.whole_head ? s.block->any_begin % kUnitK<Unit> : 0);
+    for (int64_t j = first_key; j < s.block->any_end; j += kMaxKeys) {
       first = !visit(j, int(min64(kMaxKeys, s.block->any_end - j)), first) && first;
     }
     if (first) std::fill_n(s.out, p.Dv * kMaxRows, T(0));
     store_rows();
     if (p.weights.data) store_weights();
+  }
+
+  void pack_head(int64_t head) {
+    if (s.packed->head == head) return;
+    s.packed->head = head;
+    s.packed->k = rows_operand(k_base, p.dtype, p.k.stride[2], int(p.Sk), int(p.D), s.k);
+    s.packed->v = columns_operand(v_base, p.dtype, p.v.stride[2], int(p.Sk), int(p.Dv), s.v);
+  }
+
+  Broadcast<Unit> key_operand(int64_t first_key, int keys) {
+    if (s.whole_head) return {s.packed->k.a + first_key * s.packed->k.am, s.packed->k.am, s.packed->k.ak};
+    const void* k = element(k_base, p.dtype, first_key * p.k.stride[2]);
+    return rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), s.k);
+  }
+
+  Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
+    if (s.whole_head) {
+      return {s.packed->v.a + first_key / kUnitK<Unit> * s.packed->v.ak, s.packed->v.am, s.packed->v.ak};
+    }
+    return columns_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.v);
   }
 
   void row_offsets(int64_t* offset, const int64_t* stride) const {
@@ -118,8 +155,7 @@ struct ForwardBlock {
   TileKind compute_scores(int64_t first_key, int keys) {
     TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
     if (kind == TileKind::none) return kind;
-    const void* k = element(k_base, p.dtype, first_key * p.k.stride[2]);
-    Broadcast<Unit> key = rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), s.k);
+    Broadcast<Unit> key = key_operand(first_key, keys);
     gemm<Unit>(keys, lanes, units<Unit>(int(p.D)), key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows,
                Start::zero);
     if (!rule.raw) {
@@ -148,7 +184,7 @@ struct ForwardBlock {
       return true;
     }
     const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
-    Broadcast<Unit> value = columns_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.v);
+    Broadcast<Unit> value = value_operand(v, first_key, keys);
     gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
                start, s.rescale);
     return true;
@@ -269,14 +305,22 @@ struct ForwardBlock {
 template <class Unit, int Degree>
 inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
   const ForwardPlan plan(p);
-  const std::size_t bytes = ForwardScratch<Unit>(p, nullptr).bytes;
-  for_each_task(threads, plan.tasks, [&](int64_t task, int thread) {
-    const int64_t list = task / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
-    // The last queries first: under a causal mask they see the most keys.
-    const int64_t first = (plan.blocks_per_list - 1 - task % plan.blocks_per_list) * plan.block_rows;
+  const ForwardScratch<Unit> sizes(p, nullptr);
+  const std::size_t bytes = sizes.bytes;
+  for (int thread = 0; thread < threads.count; ++thread) {
+    ForwardScratch<Unit>(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes).packed->head = -1;
+  }
+  // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
+  const int64_t run = sizes.whole_head && plan.lists >= 16 * threads.count ? plan.blocks_per_list : 1;
+  for_each_task(threads, plan.tasks / run, [&](int64_t task, int thread) {
     ForwardBlock<Unit, Degree> block(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes);
-    block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
-              int(min64(plan.block_rows, plan.rows_per_list - first)));
+    for (int64_t n = task * run; n < (task + 1) * run; ++n) {
+      const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
+      // The last queries first: under a causal mask they see the most keys.
+      const int64_t first = (plan.blocks_per_list - 1 - n % plan.blocks_per_list) * plan.block_rows;
+      block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
+                int(min64(plan.block_rows, plan.rows_per_list - first)));
+    }
   });
 }
 

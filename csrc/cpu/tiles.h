@@ -11,6 +11,10 @@ constexpr int kMaxRows = 64;
 // products, while each visit of the output (rescale, load, store) is spread over 64 keys.
 constexpr int kMaxKeys = 64;
 
+// Where keys and values must be packed or widened, a whole head of up to this many bytes, as it lies in a second-level
+// cache, is packed once for all its query blocks; a longer one tile by tile for each.
+constexpr int64_t kPackedHeadBytes = 1 << 20;
+
 // The register tile of gemm: kTileRows x kTileVecs accumulators, kTileVecs vectors of B and a broadcast of A must fit
 // the registers (6 * 4 + 4 + 1 <= 32, 6 * 2 + 2 + 1 <= 16), and enough sums must be in flight to hide the latency of
 // fma.

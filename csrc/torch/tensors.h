@@ -7,6 +7,10 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <optional>
 #include <sstream>
@@ -60,6 +64,20 @@ inline DType dtype_of(const Tensor& t, const char* name) {
        "; mha_ext computes in float64, float32, bfloat16 and float16: convert it first.");
 }
 
+inline size_t size_of_element(ScalarType t) {
+  switch (t) {
+    case ScalarType::Double:
+      return 8;
+    case ScalarType::Float:
+      return 4;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+      return 2;
+    default:
+      return 1;  // bool and bytes, the only others that the ops allocate
+  }
+}
+
 inline ScalarType scalar_type_of(DType t) {
   switch (t) {
     case DType::f64:
@@ -97,12 +115,28 @@ inline void check_shape(const Tensor& t, const char* name, const Sizes& want) {
   fail(name, " has shape ", shape_text(t), "; the op accepts ", text, "].");
 }
 
+// Asks for huge pages under a big new tensor on the CPU: its memory comes fresh from the system, and touching it page
+// by page would take longer than most kernels here.
+inline void advise_huge_pages(void* data, size_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = uintptr_t(2) << 20;
+  if (bytes < 2 * kPage) return;
+  uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // only advice: failing changes nothing
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype, const Tensor& like) {
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       int64_t(sizes.size()), sizes.data(), strides.data(), int32_t(dtype),
       like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
-  return Tensor(handle);
+  Tensor t(handle);
+  if (like.is_cpu()) advise_huge_pages(t.data_ptr(), size_t(t.numel()) * size_of_element(dtype));
+  return t;
 }
 
 inline Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like) {
