@@ -1,9 +1,15 @@
-"""Builds mha_ext._C: the ops and the CPU kernels, on LibTorch's stable ABI, so that one build serves torch 2.11 and later."""
+"""Builds mha_ext._C (the ops and the CPU kernels) and, where CUDA is to be had, mha_ext._C_cuda (the CUDA kernels), on
+LibTorch's stable ABI, so that one build serves torch 2.11 and later.
+
+MHA_EXT_CUDA=1 (or FORCE_CUDA=1) asks for CUDA, MHA_EXT_CUDA=0 for none; without either it is built where a GPU is visible.
+TORCH_CUDA_ARCH_LIST names the architectures (default 8.0+PTX).
+"""
 
 import glob
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 from setuptools import setup
@@ -40,27 +46,76 @@ def require_compiler():
         )
 
 
-def extension():
+def cuda_toolkit():
+    """The folder of the toolkit whose nvcc would run, as nvcc itself tells (it may be a wrapper), or None."""
+    nvcc = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    try:
+        told = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+    except OSError:
+        return None
+    top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    return os.path.realpath(os.path.join(os.path.dirname(nvcc), top[1].strip())) if top else None
+
+
+def decide_cuda(torch):
+    """(whether to build the CUDA kernels, the reason)"""
+    asked = os.environ.get("MHA_EXT_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "")
+    if asked == "0":
+        return False, "MHA_EXT_CUDA=0 asked for none"
+    toolkit = cuda_toolkit()
+    if torch.version.cuda is None:
+        missing = f"torch {torch.__version__} is a build without CUDA"
+    elif toolkit is None:
+        missing = "no nvcc was found on PATH or in CUDA_HOME"
+    else:
+        missing = None
+    if missing and asked:
+        stop(f"MHA_EXT_CUDA={asked} asks for CUDA, but {missing}; install what is missing or set MHA_EXT_CUDA=0.")
+    if missing:
+        return False, missing
+    if not asked and not torch.cuda.is_available():
+        return False, "no GPU was visible to the build (MHA_EXT_CUDA=1 builds for one that is elsewhere)"
+    os.environ["CUDA_HOME"] = toolkit
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    return True, f"nvcc of {toolkit}, architectures {os.environ['TORCH_CUDA_ARCH_LIST']}"
+
+
+def sources(*patterns):
+    return sorted(path for pattern in patterns for path in glob.glob(pattern, root_dir=ROOT))
+
+
+def extensions():
     require_compiler()
     torch = require_torch()
-    from torch.utils.cpp_extension import CppExtension, include_paths
+    cuda, reason = decide_cuda(torch)
+    print(f"mha_ext: building {'with' if cuda else 'without'} CUDA: {reason}", file=sys.stderr)
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
     system_headers = [flag for path in include_paths() for flag in ("-isystem", path)]  # no warnings about torch's own
     with open(os.path.join(ROOT, "mha_ext", "VERSION")) as f:
         version = f.read().strip()
-    sources = [path for folder in ("cpu", "torch") for path in glob.glob(f"csrc/{folder}/*.cpp", root_dir=ROOT)]
-    texts = {
-        "MHA_EXT_VERSION": version,
-        "MHA_EXT_TORCH": torch.__version__,
-        "MHA_EXT_CUDA_REASON": "this version has CPU kernels only",
-    }
-    texts = {name: f'"{text}"' for name, text in texts.items()}
-    return CppExtension(
-        "mha_ext._C",
-        sorted(sources) + ["csrc/bindings.cpp"],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *texts.items()],
-        extra_compile_args=["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0", *system_headers],
-    )
+    texts = {"MHA_EXT_VERSION": version, "MHA_EXT_TORCH": torch.__version__, "MHA_EXT_CUDA_REASON": reason}
+    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *((name, f'"{text}"') for name, text in texts.items())]
+    cxx = ["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0", *system_headers]
+    built = [
+        CppExtension(
+            "mha_ext._C",
+            sources("csrc/cpu/*.cpp", "csrc/torch/cpu_ops.cpp", "csrc/torch/schemas.cpp", "csrc/bindings.cpp"),
+            define_macros=[*macros, ("MHA_EXT_CUDA", str(int(cuda)))],
+            extra_compile_args=cxx,
+        )
+    ]
+    if cuda:
+        nvcc = ["-O3", "-std=c++20", "-lineinfo", "-Xptxas=-warn-spills", "-Xcompiler=-fvisibility=hidden"]
+        built.append(
+            CUDAExtension(
+                "mha_ext._C_cuda",
+                sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu"),
+                define_macros=[*macros, ("USE_CUDA", None)],
+                extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+            )
+        )
+    return built
 
 
 def build_commands():
@@ -73,4 +128,4 @@ def build_commands():
 
 if __name__ == "__main__":
     building = {"build_ext", "bdist_wheel", "editable_wheel", "install", "develop", "build"} & set(sys.argv)
-    setup(ext_modules=[extension()] if building else [], cmdclass=build_commands())
+    setup(ext_modules=extensions() if building else [], cmdclass=build_commands())

@@ -23,7 +23,7 @@ pybind11::dict build_info() {
 #else
   info["compiler"] = "unknown";
 #endif
-  info["cuda"] = false;
+  info["cuda"] = bool(MHA_EXT_CUDA);
   info["cuda_reason"] = MHA_EXT_CUDA_REASON;
   return info;
 }

@@ -25,7 +25,10 @@ except ImportError as error:
 
 build_info: dict = _C.build_info()
 cpu_isa, available_isas = _C.cpu_isa, _C.available_isas
+# Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
+if build_info["cuda"] and torch.version.cuda is not None:
+    from . import _C_cuda  # noqa: F401  (registers the CUDA kernels)
 
 _lib = torch.library.Library("mha_ext", "FRAGMENT")
 _lib.define(

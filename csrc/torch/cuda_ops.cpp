@@ -1,0 +1,69 @@
+// The ops on CUDA: the kernels of csrc/cuda, launched on the current stream of the tensors' device. Its own module, so
+// that the package imports beside a torch without CUDA.
+#include <Python.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "../cuda/error.h"
+#include "../cuda/kernels.h"
+#include "ops.h"
+
+namespace mha::torch_layer {
+namespace {
+
+// Makes the device of `like` current while it lives, and refuses one that the kernels were not written for.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& like) : guard_(like.get_device_index()) {
+    int device = like.get_device_index(), major = 0;
+    cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                "reading the GPU's properties");
+    MHA_CHECK(major >= 8, "the tensors are on a GPU of compute capability ", major,
+              ".x; mha_ext's CUDA kernels need 8.0 or later: move the tensors to the CPU.");
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+// torch's allocator hands the memory out again only to later work on the same stream.
+Tensor workspace(size_t bytes, const Tensor& like) { return empty({int64_t(bytes)}, ScalarType::Byte, like); }
+
+struct Cuda {
+  static void attention_fwd(const AttentionForward& p, const Tensor& like) {
+    OnDevice on(like);
+    Tensor space = workspace(cuda::attention_fwd_workspace(p), like);
+    cuda::attention_fwd(p, space.data_ptr(), on.stream());
+  }
+  static void attention_bwd(const AttentionBackward& p, const Tensor& like) {
+    OnDevice on(like);
+    Tensor space = workspace(cuda::attention_bwd_workspace(p), like);
+    cuda::attention_bwd(p, space.data_ptr(), on.stream());
+  }
+  static void masked_softmax_fwd(const MaskedSoftmaxForward& p, const Tensor& like) {
+    cuda::masked_softmax_fwd(p, OnDevice(like).stream());
+  }
+  static void masked_softmax_bwd(const MaskedSoftmaxBackward& p, const Tensor& like) {
+    cuda::masked_softmax_bwd(p, OnDevice(like).stream());
+  }
+  static void split_heads(const SplitHeads& p, const Tensor& like) { cuda::split_heads(p, OnDevice(like).stream()); }
+  static void merge_heads(const MergeHeads& p, const Tensor& like) { cuda::merge_heads(p, OnDevice(like).stream()); }
+  static void dropout_mask(const DropoutMask& p, const Tensor& like) { cuda::dropout_mask(p, OnDevice(like).stream()); }
+};
+
+}  // namespace
+}  // namespace mha::torch_layer
+
+STABLE_TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) { MHA_REGISTER_OPS(m, mha::torch_layer::Cuda); }
+
+// Importing the module runs the registration above; it holds nothing else.
+PyMODINIT_FUNC PyInit__C_cuda() {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}
