@@ -28,10 +28,10 @@ struct ForwardSm80 {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kMt = kHead <= 128 ? 2 : 1;  // 16-row tiles per warp
-  static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps, kBlockN = kHead <= 128 ? 64 : 32;
+  static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps, kBlockN = kHead <= 64 ? 128 : kHead <= 128 ? 64 : 32;
   static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
   static constexpr int kOt = kHead / 8;
-  static constexpr int kUnroll = kHead <= 64 && !kGeneral ? 2 : 1;
+  static constexpr int kUnroll = !kGeneral && (kHead <= 64 || kHead == 128) ? 4 : 1;
   static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128);
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
@@ -51,8 +51,7 @@ struct ForwardState {
 // q: its fragments when they are kept in registers, else null.
 template <class T, class C, class Tile, class Query>
 __device__ inline void scores(float (&s)[C::kMt][C::kNt][4], const Query& q, uint32_t q_lane, uint32_t k_lane) {
-#pragma unroll
-  for (int d = 0; d < C::kHead / 16; ++d) {
+  unroll<C::kHead / 16>([&](auto d) {
     uint32_t a[C::kMt][4];
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m)
@@ -61,17 +60,16 @@ __device__ inline void scores(float (&s)[C::kMt][C::kNt][4], const Query& q, uin
         for (int i = 0; i < 4; ++i) a[m][i] = q[m][d][i];
       else
         ldmatrix_x4(a[m], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
-#pragma unroll
-    for (int n = 0; n < C::kNt; n += 2) {
+    unroll<C::kNt / 2>([&](auto n) {
       uint32_t b[4];
-      ldmatrix_x4(b, Tile::at_step(k_lane, d) + n * 8 * Tile::kRowBytes);
+      load_fragment<Tile, d, n * 16>(b, k_lane);
 #pragma unroll
       for (int m = 0; m < C::kMt; ++m) {
-        mma_16x8x16<T>(s[m][n], a[m], b[0], b[1]);
-        mma_16x8x16<T>(s[m][n + 1], a[m], b[2], b[3]);
+        mma_16x8x16<T>(s[m][2 * n], a[m], b[0], b[1]);
+        mma_16x8x16<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
       }
-    }
-  }
+    });
+  });
 }
 
 // s becomes 2^(s * scale - max), with the state brought up to date.
@@ -122,24 +120,23 @@ __device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<
 // O += P V for one step.
 template <class T, class C, class Tile>
 __device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (&p)[C::kMt][C::kNt][4], uint32_t v_lane) {
-#pragma unroll
-  for (int n = 0; n < C::kNt; n += 2) {
+  unroll<C::kNt / 2>([&](auto n) {
     uint32_t a[C::kMt][4];
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[m][i] = pack2<T>(p[m][n + i / 2][i % 2 * 2], p[m][n + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-    for (int d = 0; d < C::kHead / 16; ++d) {
+      for (int i = 0; i < 4; ++i)
+        a[m][i] = pack2<T>(p[m][2 * n + i / 2][i % 2 * 2], p[m][2 * n + i / 2][i % 2 * 2 + 1]);
+    unroll<C::kHead / 16>([&](auto d) {
       uint32_t b[4];
-      ldmatrix_x4_transposed(b, Tile::at_step(v_lane, d) + n * 8 * Tile::kRowBytes);
+      load_fragment_transposed<Tile, d, n * 16>(b, v_lane);
 #pragma unroll
       for (int m = 0; m < C::kMt; ++m) {
         mma_16x8x16<T>(o[m][2 * d], a[m], b[0], b[1]);
         mma_16x8x16<T>(o[m][2 * d + 1], a[m], b[2], b[3]);
       }
-    }
-  }
+    });
+  });
 }
 
 // The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
@@ -165,12 +162,20 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       }
       float factor = sum == 0 ? 0 : p.keep_scale * reciprocal_approx(sum);
 #pragma unroll
-      for (int n = 0; n < C::kOt; ++n) {
-        float x = state.o[m][n][2 * half] * factor, y = state.o[m][n][2 * half + 1] * factor;
-        if (!partial)
-          store_shared_4(staging + Tile::offset(r, n) + lane % 4 * 4, pack2<T>(x, y));
-        else if (row < p.Sq)
-          *reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead + 8 * n + lane % 4 * 2) = make_float2(x, y);
+      for (int n = 0; n < C::kOt; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) state.o[m][n][2 * half + e] *= factor;
+      if (!partial) {
+        const uint32_t to = staging + Tile::offset(lane / 4, 0) + lane % 4 * 4;
+        unroll<C::kOt>([&](auto n) {
+          constexpr int kMoved = n & Tile::kSwizzle;  // by exclusive or; the rest of the address is an immediate
+          store_shared_4<(n - kMoved) << 4>((to ^ kMoved << 4) + (16 * m + 8 * half) * Tile::kRowBytes,
+                                           pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
+        });
+      } else if (row < p.Sq) {
+        float2* to = reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead) + lane % 4;
+#pragma unroll
+        for (int n = 0; n < C::kOt; ++n) to[4 * n] = make_float2(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]);
       }
     }
   if (partial) return;
@@ -290,19 +295,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       bool hides = false;
       if (!whole) {
         if (key >= own.end || key + C::kStep <= own.begin) continue;
-        visible = visible_bits<C::kMt, C::kNt, !C::kGeneral>(p.mask, at, lane);
-        if (elementwise && !__any_sync(~0u, visible)) continue;
+        if constexpr (C::kGeneral) {
+          visible = visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane);
+          if (elementwise && !__any_sync(~0u, visible)) continue;
+        }
         hides = true;
       }
       float s[C::kMt][C::kNt][4] = {};
       scores<T, C, Tile>(s, q, q_lane, k_lane + step * C::kStep * Tile::kRowBytes);
       if constexpr (C::kGeneral) to_powers_of_two<T>(s, p, at, lane);
-      if (hides) hide(s, visible, -INFINITY);
+      if (hides) {
+        if constexpr (C::kGeneral)
+          hide(s, visible, -INFINITY);
+        else
+          hide_outside(s, at, lane);
+      }
       softmax_step<C>(s, state, scale);
       if constexpr (C::kGeneral)
         if (p.dropout.rng_state)
           hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.b * H + place.h, at, lane), 0.0f);
       weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
+      if (!C::kGeneral && nonfinite) visible = visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);
       if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
     }
     stage = next;

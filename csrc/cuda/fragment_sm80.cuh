@@ -58,6 +58,24 @@ __device__ inline void hide(float (&s)[kMt][kNt][4], uint32_t visible, float val
         if (!(visible >> fragment_bit<kNt>(m, n, e / 2, e % 2) & 1)) s[m][n][e] = value;
 }
 
+// Hides what lies outside the rows' intervals: the same as hide with visible_bits, for fewer instructions.
+template <int kMt, int kNt>
+__device__ inline void hide_outside(float (&s)[kMt][kNt][4], const FragmentPlace& at, unsigned lane) {
+  const int key = at.key + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowRange r = at.ranges[16 * m + 8 * half + lane / 4];
+      const uint32_t from = key - r.begin, length = r.end - r.begin;
+#pragma unroll
+      for (int n = 0; n < kNt; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (from + 8 * n + e >= length) s[m][n][2 * half + e] = -INFINITY;
+    }
+}
+
 // Adds the NaN and Inf that TileSm80::take_specials took out of a value tile to the outputs o[kMt][kOt][4] (laid out as
 // scores, with columns for keys) of those rows that see their key. A product with weight 0 would put them into every row.
 template <int kMt, int kNt, int kOt>

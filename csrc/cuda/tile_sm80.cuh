@@ -9,6 +9,7 @@
 #include "prim/cp_async.cuh"
 #include "prim/ldmatrix.cuh"
 #include "prim/math.cuh"
+#include "prim/unroll.cuh"
 
 namespace mha::cuda {
 
@@ -150,5 +151,19 @@ struct TileSm80 {
     }
   }
 };
+
+// Fragments from the 16-column step kStep of a tile, kRow rows on; step_0 is the lane's address of step 0.
+template <class Tile, int kStep, int kRow>
+__device__ inline void load_fragment(uint32_t (&r)[4], uint32_t step_0) {
+  constexpr int kChunk = 2 * kStep;
+  ldmatrix_x4<((kChunk & ~Tile::kSwizzle) << 4) + kRow * Tile::kRowBytes>(r, step_0 ^ (kChunk & Tile::kSwizzle) << 4);
+}
+
+template <class Tile, int kStep, int kRow>
+__device__ inline void load_fragment_transposed(uint32_t (&r)[4], uint32_t step_0) {
+  constexpr int kChunk = 2 * kStep;
+  ldmatrix_x4_transposed<((kChunk & ~Tile::kSwizzle) << 4) + kRow * Tile::kRowBytes>(
+      r, step_0 ^ (kChunk & Tile::kSwizzle) << 4);
+}
 
 }  // namespace mha::cuda
