@@ -3,6 +3,7 @@
 
 #include "attention_bwd_rows.cuh"
 #include "attention_bwd_simple.cuh"
+#include "attention_bwd_sm80.cuh"
 #include "inst/instances.h"
 
 namespace mha::cuda {
@@ -10,10 +11,13 @@ namespace {
 
 using Kernel = Instance<AttentionBackwardLaunch>;
 
+// One pass with atomics and the rounding of dq, or without them two passes. All null: attention_bwd_simple.
 struct Plan {
-  const Kernel *dkv = nullptr, *dq = nullptr;  // null: attention_bwd_simple
+  const Kernel *main = nullptr, *round = nullptr;
+  const Kernel *dkv = nullptr, *dq = nullptr;
+  const Kernel* dbias = nullptr;  // null: attention_bwd_dbias_simple
   AttentionBackwardLaunch launch;
-  std::size_t rows_bytes = 0, spans_bytes = 0;
+  std::size_t rows_bytes = 0, spans_bytes = 0, dq_sum_bytes = 0;
 };
 
 // What an instance that is not general leaves out.
@@ -29,6 +33,16 @@ const Kernel* find(const Kernel (&table)[kCount], const AttentionBackwardLaunch&
   return nullptr;
 }
 
+// Whether the current device has the shared memory that one pass needs.
+bool fits(int head) {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  const int needed =
+      head <= 64 ? BackwardSm80<64, true, true>::kSharedBytes : BackwardSm80<128, true, true>::kSharedBytes;
+  return needed + 4096 <= bytes;  // beside the static part
+}
+
 Plan plan(const AttentionBackward& p) {
   Plan plan;
   AttentionBackwardLaunch& launch = plan.launch;
@@ -41,11 +55,20 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dk = aligned_16(p.dk, size);
   launch.aligned_dv = aligned_16(p.dv, size);
   launch.row_blocks = int((p.Sq + 2 * kRowBlock - 1) / (2 * kRowBlock) * 2);
-  plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
-  plan.dq = find(k_attention_bwd_dq_sm80, launch);
+  if (!p.deterministic) plan.main = find(k_attention_bwd_sm80, launch);
+  if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
+  if (plan.main) {
+    plan.round = find(k_attention_bwd_dq_round, launch);
+  } else {
+    plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
+    plan.dq = find(k_attention_bwd_dq_sm80, launch);
+  }
+  const bool all_pairs = (p.dbias.stride[2] || p.Sq == 1) && (p.dbias.stride[3] || p.Sk == 1);
+  if (p.dbias.data && all_pairs) plan.dbias = find(k_attention_bwd_dbias_sm80, launch);
   const std::size_t blocks = std::size_t(p.B * p.H) * launch.row_blocks;
   plan.rows_bytes = blocks * (accumulate == 8 ? sizeof(RowBlock<double>) : sizeof(RowBlock<float>));
   plan.spans_bytes = blocks * sizeof(Span);
+  if (plan.main) plan.dq_sum_bytes = blocks * kRowBlock * plan.main->head * sizeof(float);
   return plan;
 }
 
@@ -56,37 +79,46 @@ void run(Plan& plan, cudaStream_t stream) {
     launch.base_2 = base_2;
     launch_attention_bwd_rows<T, A>(launch, stream);
   };
-  if (plan.dkv) {
+  if (plan.main) {
+    prepare(true);
+    check(cudaMemsetAsync(launch.dq_sum, 0, plan.dq_sum_bytes, stream), "cudaMemsetAsync");
+    plan.main->launch(launch, stream);
+    plan.round->launch(launch, stream);
+  } else if (plan.dkv) {
     prepare(true);
     plan.dkv->launch(launch, stream);
     plan.dq->launch(launch, stream);
-    if (launch.dbias.data) prepare(false);
   } else {
     prepare(false);
     launch_attention_bwd_simple<T, A, BackwardRole::dq>(launch, stream);
     launch_attention_bwd_simple<T, A, BackwardRole::dk>(launch, stream);
     launch_attention_bwd_simple<T, A, BackwardRole::dv>(launch, stream);
   }
-  if (launch.dbias.data) launch_attention_bwd_simple<T, A, BackwardRole::dbias>(launch, stream);
+  if (!launch.dbias.data) return;
+  if (plan.dbias) return plan.dbias->launch(launch, stream);
+  if (launch.base_2) prepare(false);
+  launch_attention_bwd_simple<T, A, BackwardRole::dbias>(launch, stream);
 }
 
 }  // namespace
 
-std::size_t attention_bwd_workspace(const AttentionBackward& p, bool) {
+std::size_t attention_bwd_workspace(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.rows_bytes + plan.spans_bytes;
+  return plan.rows_bytes + plan.spans_bytes + plan.dq_sum_bytes;
 }
 
-const char* attention_bwd_kernel(const AttentionBackward& p, bool) {
+const char* attention_bwd_kernel(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.dkv ? plan.dkv->name : "attention_bwd_simple";
+  return plan.main ? plan.main->name : plan.dkv ? plan.dkv->name : "attention_bwd_simple";
 }
 
-void attention_bwd(const AttentionBackward& p, bool, void* workspace, cudaStream_t stream) {
+void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0 || p.H == 0 || p.Hk == 0) return;
   Plan plan = cuda::plan(p);
-  plan.launch.rows = workspace;
-  plan.launch.spans = reinterpret_cast<Span*>(static_cast<char*>(workspace) + plan.rows_bytes);
+  char* free = static_cast<char*>(workspace);
+  plan.launch.rows = free;
+  plan.launch.dq_sum = reinterpret_cast<float*>(free += plan.rows_bytes);
+  plan.launch.spans = reinterpret_cast<Span*>(free += plan.dq_sum_bytes);
   switch (p.dtype) {
     case DType::f64:
       return run<double, double>(plan, stream);

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_bwd_launch.h"
 #include "error.h"
+#include "exact_sum.cuh"
 
 namespace mha::cuda {
 
@@ -10,7 +11,7 @@ constexpr int kRowsThreads = 256;
 
 // rowsum(x * y) over n elements by eight neighbouring lanes; all of them get it.
 template <class T, class A>
-__device__ inline A row_dot(const T* x, const T* y, int64_t n, bool aligned, int lane) {
+__device__ inline A row_dot(const T* x, const T* y, int64_t n, bool aligned, unsigned lane) {
   constexpr int kVector = 16 / sizeof(T);
   A sum = 0;
   if (aligned) {
@@ -54,23 +55,30 @@ __global__ void __launch_bounds__(kRowsThreads) attention_bwd_rows(const __grid_
   for (int r = thread; r < kRowBlock; r += 32) {
     const int64_t i = first + r, row = bh * p.Sq + i;
     RowRange range = {0, 0};
-    A lse = -INFINITY, d = 0;
+    A lse = -INFINITY, rest = 0, d = 0;
     if (i < p.Sq) {
       Interval interval = row_interval(p.mask, b, i, p.Sk);
       lse = static_cast<const A*>(p.lse)[row];
       if (interval.begin < interval.end && lse != A(-INFINITY)) {
         range = {int(interval.begin), int(interval.end)};
-        d = delta[r] - (p.dlse ? static_cast<const A*>(p.dlse)[row] : A(0));
+        if (p.lse_rest) rest = static_cast<const A*>(p.lse_rest)[row];
+        d = (p.dlse ? static_cast<const A*>(p.dlse)[row] : A(0)) - delta[r];
       }
       span = merge(span, {range.begin < range.end ? range.begin : kKeyMax, range.end, range.begin, range.end});
     }
+    if (p.base_2) {
+      const A high = lse * A(kLog2eHigh);
+      rest = fma(lse, A(kLog2eHigh), -high) + (lse * A(kLog2eLow) + rest * A(kLog2eHigh));
+      lse = high;
+    }
     const bool empty = range.begin >= range.end;
-    rows.negative_lse[r] = empty ? A(-INFINITY) : p.base_2 ? lse * A(-1.4426950408889634) : -lse;
-    rows.delta[r] = d;
+    rows.negative_lse[r] = empty ? A(-INFINITY) : -lse;
+    rows.negative_rest[r] = empty || isinf(lse) ? A(0) : -rest;
+    rows.negative_delta[r] = d;
     rows.ranges[r] = range;
   }
   span = warp_merge(span);
-  if (thread == 0) p.spans[blockIdx.x] = span;
+  if (thread == 0) p.spans[blockIdx.x] = rows.span = span;
 }
 
 template <class T, class A>

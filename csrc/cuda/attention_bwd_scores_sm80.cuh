@@ -12,19 +12,25 @@ namespace mha::cuda {
 
 // Where a warp's score tile is, and the numbers of its rows.
 struct GradientPlace {
-  int64_t b, h;
+  unsigned b, h;
   int row, key;  // of the tile's first element
-  const float *negative_lse, *delta;
+  const float *negative_lse, *negative_rest, *negative_delta;
   const RowRange* ranges;
 };
 
+// Brings rows [first, first + kRows) of a matrix into a tile.
+template <class Tile, int kRows, class T>
+__device__ inline void load_tile(const Matrix<T>& m, int first, bool aligned, uint32_t tile, unsigned thread) {
+  typename Tile::template Loader<kRows>(m, first, thread).load(aligned, tile, m.rows - first);
+}
+
 template <bool kTransposed>
-__device__ inline int fragment_row(int m, int n, int half, int e, int lane) {
+__device__ inline int fragment_row(int m, int n, int half, int e, unsigned lane) {
   return kTransposed ? 8 * n + lane % 4 * 2 + e : 16 * m + 8 * half + lane / 4;
 }
 
 template <bool kTransposed>
-__device__ inline int fragment_key(int m, int n, int half, int e, int lane) {
+__device__ inline int fragment_key(int m, int n, int half, int e, unsigned lane) {
   return fragment_row<!kTransposed>(m, n, half, e, lane);
 }
 
@@ -45,7 +51,7 @@ template <int kMt, int kNt>
 constexpr uint32_t kAllBits = kMt * kNt * 4 == 32 ? ~0u : (1u << kMt * kNt * 4 % 32) - 1;
 
 template <int kMt, int kNt, bool kTransposed, bool kIntervalOnly>
-__device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& at, int lane) {
+__device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& at, unsigned lane) {
   static_assert(kMt * kNt * 4 <= 32);
   uint32_t bits = 0;
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
@@ -63,8 +69,8 @@ __device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& 
 // to the lanes g = 4 * i + 0..3: lane c of these works out the words of row half c / 2, query c % 2, and they trade.
 template <int kMt, int kNt>
 __device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t threshold, uint32_t batch_head,
-                                                const GradientPlace& at, int lane) {
-  const int g = lane / 4, t = lane % 4, c = g % 4;
+                                                const GradientPlace& at, unsigned lane) {
+  const unsigned g = lane / 4, t = lane % 4, c = g % 4;
   uint32_t own = 0;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
@@ -88,11 +94,45 @@ __device__ inline float element(const Tensor4& t, const GradientPlace& at, int i
       static_cast<const F*>(t.data)[at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
 }
 
-// s: q.k becomes the weights, after dropout. dp: dout.v becomes the gradient of q.k, but for the factor scale (or, with
-// kOfBias, the gradient of the bias). Both are 0 for pairs that `visible` hides (looked at only if `hides`).
+// A number of each of a lane's rows.
+template <bool kTransposed, int kMt, int kNt>
+constexpr int kRowNumbers = 2 * (kTransposed ? kNt : kMt);
+
+template <bool kTransposed>
+__device__ constexpr int row_number(int m, int n, int half, int e) {
+  return kTransposed ? 2 * n + e : 2 * m + half;
+}
+
+template <bool kTransposed, int kMt, int kNt>
+__device__ inline void row_numbers(float (&to)[kRowNumbers<kTransposed, kMt, kNt>], const float* from, unsigned lane) {
+#pragma unroll
+  for (int i = 0; i < kRowNumbers<kTransposed, kMt, kNt>; i += 2) {
+    if constexpr (kTransposed) {
+      const float2 two = *reinterpret_cast<const float2*>(from + 4 * i + lane % 4 * 2);
+      to[i] = two.x;
+      to[i + 1] = two.y;
+    } else {
+      to[i] = from[8 * i + lane / 4];
+      to[i + 1] = from[8 * i + 8 + lane / 4];
+    }
+  }
+}
+
+// What to_gradients wants dp's accumulator to start from.
+template <bool kTransposed, bool kGeneral, int kMt, int kNt>
+__device__ inline void start_gradients(float (&dp)[kMt][kNt][4], const GradientPlace& at, unsigned lane) {
+  float start[kRowNumbers<kTransposed, kMt, kNt>] = {};
+  if constexpr (!kGeneral) row_numbers<kTransposed, kMt, kNt>(start, at.negative_delta, lane);
+  for_fragment<kMt, kNt>(
+      [&](int m, int n, int half, int e) { dp[m][n][2 * half + e] = start[row_number<kTransposed>(m, n, half, e)]; });
+}
+
+// s: q.k becomes the weights, after dropout. dp: dout.v (with !kGeneral, less delta) becomes the gradient of q.k, but
+// for the factor scale (or, with kOfBias, the gradient of the bias). Both are 0 for pairs that `visible` hides (looked
+// at only if `hides`).
 template <class T, bool kTransposed, bool kGeneral, bool kOfBias, int kMt, int kNt>
 __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kNt][4], const AttentionBackwardLaunch& p,
-                                    const GradientPlace& at, bool hides, uint32_t visible, int lane) {
+                                    const GradientPlace& at, bool hides, uint32_t visible, unsigned lane) {
   constexpr float kLog2e = 1.4426950408889634f;
   float bias[kGeneral ? kMt : 1][kGeneral ? kNt : 1][4];
   uint32_t kept = ~0u;
@@ -107,9 +147,9 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
     };
     for_fragment<kMt, kNt>([&](int m, int n, int half, int e) { bias[m][n][2 * half + e] = 0; });
     if (p.bias.data && p.bias_dtype == DType::f32)
-      read(p.bias, true, [&](int m, int n, int e, float x) { bias[m][n][e] = x * kLog2e; });
+      read(p.bias, true, [&](int m, int n, int e, float x) { bias[m][n][e] = x; });
     else if (p.bias.data)
-      read(p.bias, false, [&](int m, int n, int e, float x) { bias[m][n][e] = x * kLog2e; });
+      read(p.bias, false, [&](int m, int n, int e, float x) { bias[m][n][e] = x; });
     if (p.dweights.data) read(p.dweights, false, [&](int m, int n, int e, float x) { dp[m][n][e] += x; });
     if (p.dropout.rng_state) {
       const DropoutKey key = dropout_key(p.dropout.rng_state);
@@ -120,12 +160,17 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
         kept = kept_bits<kMt, kNt>(key, p.threshold, batch_head, {at.b, at.h, at.row, at.key, at.ranges}, lane);
     }
   }
+  float negative_lse[kRowNumbers<kTransposed, kMt, kNt>], negative_delta[kRowNumbers<kTransposed, kMt, kNt>];
+  row_numbers<kTransposed, kMt, kNt>(negative_lse, at.negative_lse, lane);
+  float negative_rest[kRowNumbers<kTransposed, kMt, kNt>];
+  if constexpr (kGeneral) row_numbers<kTransposed, kMt, kNt>(negative_delta, at.negative_delta, lane);
+  if constexpr (kGeneral) row_numbers<kTransposed, kMt, kNt>(negative_rest, at.negative_rest, lane);
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
-    const int i = fragment_row<kTransposed>(m, n, half, e, lane);
+    const int i = row_number<kTransposed>(m, n, half, e);
     float &x = s[m][n][2 * half + e], &g = dp[m][n][2 * half + e];
     if constexpr (!kGeneral) {
-      x = exp2_approx(fmaf(x, p.scale_log2, at.negative_lse[i]));
-      g = x * (g - at.delta[i]);
+      x = exp2_approx(fmaf(x, p.scale_log2, negative_lse[i]));
+      g *= x;
     } else {
       float derivative = 1;
       if (p.cap == 0) {
@@ -135,13 +180,15 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
         x = p.cap * kLog2e * t;
         derivative = kOfBias ? 1 : 1 - t * t;
       }
-      x = exp2_approx(x + bias[m][n][2 * half + e] + at.negative_lse[i]);
+      // Rounded as forward rounds it, since a huge bias leaves nothing else of the score.
+      x = exp2_approx(fmaf(bias[m][n][2 * half + e], kLog2e, x) + negative_lse[i] + negative_rest[i]);
       const float factor = kept >> fragment_bit<kNt>(m, n, half, e) & 1 ? p.keep_scale : 0;
-      g = x * (g * factor - at.delta[i]) * derivative;
+      g = x * (g * factor + negative_delta[i]) * derivative;
       x *= factor;
     }
   });
   if (!hides) return;
+  asm volatile("" : "+r"(visible));  // keeps what follows a branch, which most tiles don't take
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
     if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) s[m][n][2 * half + e] = dp[m][n][2 * half + e] = 0;
   });
@@ -160,49 +207,45 @@ template <class T, class Tile, int kHead, bool kFromShared, int kMt, int kNt>
 __device__ inline void multiply_rows(float (&c)[kMt][kNt][4],
                                      const uint32_t (&held)[kMt][kFromShared ? 1 : kHead / 16][4], uint32_t a_lane,
                                      uint32_t b_lane) {
-#pragma unroll
-  for (int d = 0; d < kHead / 16; ++d) {
+  unroll<kHead / 16>([&](auto d) {
     uint32_t a[kMt][4];
-#pragma unroll
-    for (int m = 0; m < kMt; ++m)
+    unroll<kMt>([&](auto m) {
       if constexpr (kFromShared)
-        ldmatrix_x4(a[m], Tile::at_step(a_lane, d) + m * 16 * Tile::kRowBytes);
+        load_fragment<Tile, d, 16 * m>(a[m], a_lane);
       else
-#pragma unroll
         for (int i = 0; i < 4; ++i) a[m][i] = held[m][d][i];
-#pragma unroll
-    for (int n = 0; n < kNt; n += 2) {
+    });
+    unroll<kNt / 2>([&](auto n) {
       uint32_t b[4];
-      ldmatrix_x4(b, Tile::at_step(b_lane, d) + n * 8 * Tile::kRowBytes);
+      load_fragment<Tile, d, 16 * n>(b, b_lane);
 #pragma unroll
       for (int m = 0; m < kMt; ++m) {
-        mma_16x8x16<T>(c[m][n], a[m], b[0], b[1]);
-        mma_16x8x16<T>(c[m][n + 1], a[m], b[2], b[3]);
+        mma_16x8x16<T>(c[m][2 * n], a[m], b[0], b[1]);
+        mma_16x8x16<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
       }
-    }
-  }
+    });
+  });
 }
 
-// c += A B for B of 16 rows of a tile, its 16-column steps [first_step, first_step + kOt / 2).
+// c += A B for B of 16 rows of a tile, kOt / 2 of its 16-column steps.
 template <class T, class Tile, int kMt, int kOt>
 __device__ inline void multiply_columns(float (&c)[kMt][kOt][4], const uint32_t (&a)[kMt][4], uint32_t b_lane) {
-#pragma unroll
-  for (int d = 0; d < kOt / 2; ++d) {
+  unroll<kOt / 2>([&](auto d) {
     uint32_t b[4];
-    ldmatrix_x4_transposed(b, Tile::at_step(b_lane, d));
+    load_fragment_transposed<Tile, d, 0>(b, b_lane);
 #pragma unroll
     for (int m = 0; m < kMt; ++m) {
       mma_16x8x16<T>(c[m][2 * d], a[m], b[0], b[1]);
       mma_16x8x16<T>(c[m][2 * d + 1], a[m], b[2], b[3]);
     }
-  }
+  });
 }
 
 // A warp's sums * factor, rounded, to rows [first, first + 16 * kMt) of a matrix, through the warp's own part of shared
 // memory. Columns from `column` on.
 template <class T, class Tile, int kMt, int kOt>
 __device__ inline void store_rows(const float (&c)[kMt][kOt][4], float factor, const Matrix<T>& m, int first,
-                                  int column, bool aligned, uint32_t staging, int lane) {
+                                  int column, bool aligned, uint32_t staging, unsigned lane) {
 #pragma unroll
   for (int i = 0; i < kMt; ++i)
 #pragma unroll

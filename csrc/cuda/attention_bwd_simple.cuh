@@ -108,7 +108,7 @@ __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename
     x += p.bias_dtype == (sizeof(A) == 8 ? DType::f64 : DType::f32)
              ? static_cast<const A*>(p.bias.data)[offset(p.bias)]
              : A(static_cast<const T*>(p.bias.data)[offset(p.bias)]);
-  const A weight = exp(x + rows.negative_lse[row % kRowBlock]);
+  const A weight = exp(x + rows.negative_lse[row % kRowBlock] + rows.negative_rest[row % kRowBlock]);
   A factor = 1;
   if (p.dropout.rng_state) {
     const Philox4 words =
@@ -118,7 +118,7 @@ __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename
   }
   if constexpr (S::kRole == BackwardRole::dv) return weight * factor + A(0);
   if (p.dweights.data) dp += A(static_cast<const T*>(p.dweights.data)[offset(p.dweights)]);
-  const A gradient = weight * (dp * factor - rows.delta[row % kRowBlock]);
+  const A gradient = weight * (dp * factor + rows.negative_delta[row % kRowBlock]);
   if constexpr (S::kRole == BackwardRole::dbias) return gradient;
   return gradient * derivative * A(p.scale) + A(0);
 }

@@ -9,6 +9,7 @@ import sys
 FOLDER = pathlib.Path(__file__).resolve().parent / "inst"
 HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
+ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
 
 
 def table():
@@ -19,16 +20,27 @@ def table():
                 yield "attention_fwd_sm80", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}>"
             yield "attention_weights_sm80", dtype, head, "general", f"{type_name}, ForwardSm80<{head}, true>"
             for variant, general in (("plain", "false"), ("general", "true")):
-                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{type_name}, BackwardKeysSm80<{head}, {general}>"
+                backward = f"{type_name}, BackwardSm80<{head}, {general}"
+                if head in ATOMIC_HEADS and (variant == "plain" or head <= 64):  # more would not fit into registers
+                    yield "attention_bwd_sm80", dtype, head, variant, f"{backward}, true>"
+                    yield "attention_bwd_dq_round", dtype, head, variant, f"{backward}, true>"
+                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false>"
                 yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
+            yield "attention_bwd_dbias_sm80", dtype, head, "general", f"{type_name}, BackwardQueriesSm80<{head}, true, true>"
 
 
 LAUNCH = {
     "attention_fwd_sm80": "AttentionForwardLaunch",
     "attention_weights_sm80": "AttentionForwardLaunch",
+    "attention_bwd_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dkv_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dq_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_dbias_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_dq_round": "AttentionBackwardLaunch",
 }
+# Where the file, or the function that launches the kernel, has another name.
+SOURCE = {"attention_bwd_dkv_sm80": "attention_bwd_sm80", "attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
+FUNCTION = {"attention_bwd_dkv_sm80": "attention_bwd_sm80"}
 
 
 def files():
@@ -42,10 +54,10 @@ def files():
         yield (
             f"{name}.cu",
             f"// Written by generate_instances.py.\n"
-            f'#include "../{kernel}.cuh"\n\n'
+            f'#include "../{SOURCE.get(kernel, kernel)}.cuh"\n\n'
             f"namespace mha::cuda {{\n\n"
             f"void {name}(const {launch}& p, cudaStream_t stream) {{\n"
-            f'  launch_{kernel}<{arguments}>("{name}", p, stream);\n'
+            f'  launch_{FUNCTION.get(kernel, kernel)}<{arguments}>("{name}", p, stream);\n'
             f"}}\n\n"
             f"}}  // namespace mha::cuda\n",
         )

@@ -31,10 +31,9 @@ void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream);
 // The kernel that attention_fwd runs (its name in the table, static), for explain.
 const char* attention_fwd_kernel(const AttentionForward& p);
 
-// deterministic: bitwise repeatable; otherwise sums may run in any order.
-std::size_t attention_bwd_workspace(const AttentionBackward& p, bool deterministic);
-void attention_bwd(const AttentionBackward& p, bool deterministic, void* workspace, cudaStream_t stream);
-const char* attention_bwd_kernel(const AttentionBackward& p, bool deterministic);
+std::size_t attention_bwd_workspace(const AttentionBackward& p);
+void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream);
+const char* attention_bwd_kernel(const AttentionBackward& p);
 
 void masked_softmax_fwd(const MaskedSoftmaxForward& p, cudaStream_t stream);
 // dbias, when it is broadcast, is summed in a fixed order.

@@ -1,10 +1,10 @@
 // Written by generate_instances.py.
-#include "../attention_bwd_dkv_sm80.cuh"
+#include "../attention_bwd_sm80.cuh"
 
 namespace mha::cuda {
 
 void attention_bwd_dkv_sm80_f16_128_plain(const AttentionBackwardLaunch& p, cudaStream_t stream) {
-  launch_attention_bwd_dkv_sm80<__half, BackwardKeysSm80<128, false>>("attention_bwd_dkv_sm80_f16_128_plain", p, stream);
+  launch_attention_bwd_sm80<__half, BackwardSm80<128, false, false>>("attention_bwd_dkv_sm80_f16_128_plain", p, stream);
 }
 
 }  // namespace mha::cuda

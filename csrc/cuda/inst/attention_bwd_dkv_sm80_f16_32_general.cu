@@ -1,10 +1,10 @@
 // Written by generate_instances.py.
-#include "../attention_bwd_dkv_sm80.cuh"
+#include "../attention_bwd_sm80.cuh"
 
 namespace mha::cuda {
 
 void attention_bwd_dkv_sm80_f16_32_general(const AttentionBackwardLaunch& p, cudaStream_t stream) {
-  launch_attention_bwd_dkv_sm80<__half, BackwardKeysSm80<32, true>>("attention_bwd_dkv_sm80_f16_32_general", p, stream);
+  launch_attention_bwd_sm80<__half, BackwardSm80<32, true, false>>("attention_bwd_dkv_sm80_f16_32_general", p, stream);
 }
 
 }  // namespace mha::cuda

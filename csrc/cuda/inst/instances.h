@@ -8,17 +8,27 @@ namespace mha::cuda {
 void attention_fwd_sm80_f16_32_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_32_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_32_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_f16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_f16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -26,13 +36,17 @@ void attention_bwd_dkv_sm80_f16_96_plain(const AttentionBackwardLaunch&, cudaStr
 void attention_bwd_dq_sm80_f16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -40,20 +54,31 @@ void attention_bwd_dkv_sm80_f16_256_plain(const AttentionBackwardLaunch&, cudaSt
 void attention_bwd_dq_sm80_f16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_32_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_bf16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_bf16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_32_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -61,13 +86,17 @@ void attention_bwd_dkv_sm80_bf16_96_plain(const AttentionBackwardLaunch&, cudaSt
 void attention_bwd_dq_sm80_bf16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_bf16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dq_round_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -75,6 +104,7 @@ void attention_bwd_dkv_sm80_bf16_256_plain(const AttentionBackwardLaunch&, cudaS
 void attention_bwd_dq_sm80_bf16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_dbias_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 
 inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm80[] = {
     {"attention_fwd_sm80_f16_32_plain", DType::f16, 32, false, attention_fwd_sm80_f16_32_plain},
@@ -110,6 +140,19 @@ inline constexpr Instance<AttentionForwardLaunch> k_attention_weights_sm80[] = {
     {"attention_weights_sm80_bf16_96_general", DType::bf16, 96, true, attention_weights_sm80_bf16_96_general},
     {"attention_weights_sm80_bf16_128_general", DType::bf16, 128, true, attention_weights_sm80_bf16_128_general},
     {"attention_weights_sm80_bf16_256_general", DType::bf16, 256, true, attention_weights_sm80_bf16_256_general},
+};
+
+inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_sm80[] = {
+    {"attention_bwd_sm80_f16_32_plain", DType::f16, 32, false, attention_bwd_sm80_f16_32_plain},
+    {"attention_bwd_sm80_f16_32_general", DType::f16, 32, true, attention_bwd_sm80_f16_32_general},
+    {"attention_bwd_sm80_f16_64_plain", DType::f16, 64, false, attention_bwd_sm80_f16_64_plain},
+    {"attention_bwd_sm80_f16_64_general", DType::f16, 64, true, attention_bwd_sm80_f16_64_general},
+    {"attention_bwd_sm80_f16_128_plain", DType::f16, 128, false, attention_bwd_sm80_f16_128_plain},
+    {"attention_bwd_sm80_bf16_32_plain", DType::bf16, 32, false, attention_bwd_sm80_bf16_32_plain},
+    {"attention_bwd_sm80_bf16_32_general", DType::bf16, 32, true, attention_bwd_sm80_bf16_32_general},
+    {"attention_bwd_sm80_bf16_64_plain", DType::bf16, 64, false, attention_bwd_sm80_bf16_64_plain},
+    {"attention_bwd_sm80_bf16_64_general", DType::bf16, 64, true, attention_bwd_sm80_bf16_64_general},
+    {"attention_bwd_sm80_bf16_128_plain", DType::bf16, 128, false, attention_bwd_sm80_bf16_128_plain},
 };
 
 inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_dkv_sm80[] = {
@@ -156,6 +199,32 @@ inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_dq_sm80[] = {
     {"attention_bwd_dq_sm80_bf16_128_general", DType::bf16, 128, true, attention_bwd_dq_sm80_bf16_128_general},
     {"attention_bwd_dq_sm80_bf16_256_plain", DType::bf16, 256, false, attention_bwd_dq_sm80_bf16_256_plain},
     {"attention_bwd_dq_sm80_bf16_256_general", DType::bf16, 256, true, attention_bwd_dq_sm80_bf16_256_general},
+};
+
+inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_dbias_sm80[] = {
+    {"attention_bwd_dbias_sm80_f16_32_general", DType::f16, 32, true, attention_bwd_dbias_sm80_f16_32_general},
+    {"attention_bwd_dbias_sm80_f16_64_general", DType::f16, 64, true, attention_bwd_dbias_sm80_f16_64_general},
+    {"attention_bwd_dbias_sm80_f16_96_general", DType::f16, 96, true, attention_bwd_dbias_sm80_f16_96_general},
+    {"attention_bwd_dbias_sm80_f16_128_general", DType::f16, 128, true, attention_bwd_dbias_sm80_f16_128_general},
+    {"attention_bwd_dbias_sm80_f16_256_general", DType::f16, 256, true, attention_bwd_dbias_sm80_f16_256_general},
+    {"attention_bwd_dbias_sm80_bf16_32_general", DType::bf16, 32, true, attention_bwd_dbias_sm80_bf16_32_general},
+    {"attention_bwd_dbias_sm80_bf16_64_general", DType::bf16, 64, true, attention_bwd_dbias_sm80_bf16_64_general},
+    {"attention_bwd_dbias_sm80_bf16_96_general", DType::bf16, 96, true, attention_bwd_dbias_sm80_bf16_96_general},
+    {"attention_bwd_dbias_sm80_bf16_128_general", DType::bf16, 128, true, attention_bwd_dbias_sm80_bf16_128_general},
+    {"attention_bwd_dbias_sm80_bf16_256_general", DType::bf16, 256, true, attention_bwd_dbias_sm80_bf16_256_general},
+};
+
+inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_dq_round[] = {
+    {"attention_bwd_dq_round_f16_32_plain", DType::f16, 32, false, attention_bwd_dq_round_f16_32_plain},
+    {"attention_bwd_dq_round_f16_32_general", DType::f16, 32, true, attention_bwd_dq_round_f16_32_general},
+    {"attention_bwd_dq_round_f16_64_plain", DType::f16, 64, false, attention_bwd_dq_round_f16_64_plain},
+    {"attention_bwd_dq_round_f16_64_general", DType::f16, 64, true, attention_bwd_dq_round_f16_64_general},
+    {"attention_bwd_dq_round_f16_128_plain", DType::f16, 128, false, attention_bwd_dq_round_f16_128_plain},
+    {"attention_bwd_dq_round_bf16_32_plain", DType::bf16, 32, false, attention_bwd_dq_round_bf16_32_plain},
+    {"attention_bwd_dq_round_bf16_32_general", DType::bf16, 32, true, attention_bwd_dq_round_bf16_32_general},
+    {"attention_bwd_dq_round_bf16_64_plain", DType::bf16, 64, false, attention_bwd_dq_round_bf16_64_plain},
+    {"attention_bwd_dq_round_bf16_64_general", DType::bf16, 64, true, attention_bwd_dq_round_bf16_64_general},
+    {"attention_bwd_dq_round_bf16_128_plain", DType::bf16, 128, false, attention_bwd_dq_round_bf16_128_plain},
 };
 
 }  // namespace mha::cuda

@@ -1,0 +1,10 @@
+// Written by generate_instances.py.
+#include "../attention_bwd_dq_sm80.cuh"
+
+namespace mha::cuda {
+
+void attention_bwd_dbias_sm80_f16_128_general(const AttentionBackwardLaunch& p, cudaStream_t stream) {
+  launch_attention_bwd_dbias_sm80<__half, BackwardQueriesSm80<128, true, true>>("attention_bwd_dbias_sm80_f16_128_general", p, stream);
+}
+
+}  // namespace mha::cuda
