@@ -106,7 +106,7 @@ def extensions():
         )
     ]
     if cuda:
-        nvcc = ["-O3", "-std=c++20", "-lineinfo", "-Xptxas=-warn-spills", "-Xcompiler=-fvisibility=hidden"]
+        nvcc = ["-O3", "-std=c++20", "-lineinfo", "-Xptxas=-warn-spills,-Werror", "-Xcompiler=-fvisibility=hidden"]
         built.append(
             CUDAExtension(
                 "mha_ext._C_cuda",
