@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 build_info: dict = _C.build_info()
-cpu_isa, available_isas = _C.cpu_isa, _C.available_isas
+cpu_isa, available_isas, attention_plan = _C.cpu_isa, _C.available_isas, _C.attention_plan
 # Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 if build_info["cuda"] and torch.version.cuda is not None:

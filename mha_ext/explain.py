@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _ops, masks
+from . import _checks, _ops, masks
 from ._checks import accumulate_dtype, name_of, text
 from .functional import attention_arguments
 
@@ -19,7 +19,7 @@ class Plan:
     """What mha_ext.attention will do for some inputs; print it. Sizes in bytes, work in floating-point operations."""
 
     call: str  # the problem: shapes, type, mask
-    kernel: str  # the kernel and the instruction set that it is compiled for
+    kernel: str  # the kernel, the instruction set that it is compiled for, what it computes products in
     threads: int
     refusals: dict[str, str]  # what is not used, with the reason
     copies: list[str]  # what has to be copied first, with the reason
@@ -27,8 +27,12 @@ class Plan:
     flops_dense: int  # the same without a mask
     flops_exact: bool  # false where documents or a dense mask hide more than was counted
     bytes_moved: int  # every input and output once
-    memory: int  # outputs, what backward keeps besides the inputs, and copies
+    memory: int  # outputs, what backward keeps besides the inputs, copies, and the forward workspace
     memory_unfused: int  # one fp32 matrix of scores, 4*B*H*Sq*Sk, as the textbook way stores it
+    # Of the CPU kernels:
+    blocks: tuple[int, int] | None = None  # how many queries and keys are worked on together
+    tasks: tuple[int, int] | None = None  # what the threads share, forward and backward
+    workspace: tuple[int, int] | None = None  # what lives during the call only, forward and backward
     advice: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -36,14 +40,19 @@ class Plan:
             f" ({100 * self.flops / self.flops_dense:.0f} % of the unmasked)" if self.flops < self.flops_dense else ""
         )
         most = "" if self.flops_exact else "at most "
+        unfused = f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}"
+        blocks = workspace = ""
+        if self.blocks is not None:
+            blocks = "; blocks of {} queries x {} keys, {} tasks forward, {} backward".format(*self.blocks, *self.tasks)
+            workspace = ", {} of it workspace ({} in backward)".format(*(_amount(n, "B") for n in self.workspace))
         lines = [
             self.call,
             f"  kernel       {self.kernel}, {self.threads} thread{'s' if self.threads != 1 else ''}",
             *(f"  not used     {name}: {reason}" for name, reason in self.refusals.items()),
             *(f"  copy         {copy}" for copy in self.copies or ["none"]),
-            f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}",
-            f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; allocates {_amount(self.memory, 'B')}; "
-            f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}",
+            f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}{blocks}",
+            f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; {unfused}",
+            f"               allocates {_amount(self.memory, 'B')}{workspace}",
             *(f"  advice       {advice}" for advice in self.advice),
         ]
         return "\n".join(lines)
@@ -78,41 +87,51 @@ def explain(
     q, k, v, bias, args, scale = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
-    (B, H, Sq, D), Sk, Dv = q.shape, k.shape[2], v.shape[3]
+    if dropout_p != 0.0 and rng_state is not None:
+        _checks.rng_state(rng_state, q.device)
+    (B, H, Sq, D), (Hk, Sk), Dv = q.shape, k.shape[1:3], v.shape[3]
+    threads, kernel, refusals, numbers = 1, f"attention_fwd on {q.device.type}", {}, {}
+    if q.device.type == "cpu":
+        threads = torch.get_num_threads()
+        plan = _ops.attention_plan(name_of(q.dtype), (B, H, Hk, Sq, Sk, D, Dv), dropout_p != 0.0, threads)
+        kernel = f"attention_fwd on the CPU, {_ops.cpu_isa()}, products in {plan['arithmetic']}"
+        refusals = _cpu_refusals()
+        numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
+        for name in ("tasks", "workspace"):
+            numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
     pairs, exact = _visible_pairs(args, B, Sq, Sk)
     copies, copied = _copies(given, (q, k, v))
-    output = B * H * Sq * Dv * q.element_size() + B * H * Sq * accumulate_dtype(q.dtype).itemsize
+    statistics = 2 * B * H * Sq * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
+    output = B * H * Sq * Dv * q.element_size() + statistics
     if return_weights:
         output += B * H * Sq * Sk * q.element_size()
     inputs = (q, k, v, bias, *args[:5])
-    kernel, refusals = _kernel(q)
     return Plan(
         call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
         + (f", mask {_describe(mask)}" if mask is not None else "")
         + (f", bias {text(bias.shape)}" if bias is not None else ""),
         kernel=kernel,
-        threads=torch.get_num_threads() if q.device.type == "cpu" else 1,
+        threads=threads,
         refusals=refusals,
         copies=copies,
         flops=2 * H * pairs * (D + Dv),
         flops_dense=2 * B * H * Sq * Sk * (D + Dv),
         flops_exact=exact,
         bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + output,
-        memory=output + copied,
+        memory=output + copied + numbers.get("workspace", (0,))[0],
         memory_unfused=4 * B * H * Sq * Sk,
         advice=_advice(given, args, bias, Sq, Sk, return_weights),
+        **numbers,
     )
 
 
-def _kernel(q: Tensor) -> tuple[str, dict[str, str]]:
-    if q.device.type != "cpu":
-        return f"attention_fwd on {q.device.type}", {}
+def _cpu_refusals() -> dict[str, str]:
     used, available = _ops.cpu_isa(), _ops.available_isas()
     refusals = {}
     for isa in _ISAS[_ISAS.index(used) + 1 :]:
         refusals[isa] = "MHA_EXT_CPU_ISA names another" if isa in available else "this machine does not have it"
     refusals["cuda"] = _ops.without_cuda or "the tensors are on the CPU"
-    return f"attention_fwd on the CPU, {used}", refusals
+    return refusals
 
 
 def _copies(given, used) -> tuple[list[str], int]:
@@ -160,9 +179,9 @@ def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[s
                 advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) is smaller")
             elif bool((row[:, :-1] <= row[:, 1:]).all()):
                 advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) is smaller")
-    if bias is not None and bias.numel() > 0 and not bias.requires_grad:
-        if bool(((bias == 0) | (bias == float("-inf"))).all()):
-            advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
+    constant = bias is not None and bias.numel() > 0 and not bias.requires_grad
+    if constant and bool(((bias == 0) | (bias == float("-inf"))).all()):
+        advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
     if return_weights:
         advice.append("return_weights stores Sq x Sk weights per head: leave it out where they are not looked at")
     for name, x in zip("qkv", given):

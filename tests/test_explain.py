@@ -1,0 +1,115 @@
+"""explain: what it says is what attention does, and it refuses what attention refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mha_ext
+from mha_ext import explain, masks
+
+
+def qkv(B=2, H=4, Hk=2, Sq=96, Sk=96, D=16, Dv=8, dtype=torch.float32, device="cpu"):
+    sizes = ((B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv))
+    return [torch.randn(*size, device=device).to(dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_names_the_call_and_the_kernel(dtype):
+    plan = explain(*qkv(dtype=dtype), mask=masks.Causal() & masks.Padding(torch.tensor([96, 40])))
+    for part in ("[2,4,96,16]", "[2,2,96,16]", "[2,2,96,8]", str(dtype).removeprefix("torch."), "Causal", "Padding"):
+        assert part in plan.call
+    assert mha_ext._ops.cpu_isa() in plan.kernel and plan.threads == torch.get_num_threads()
+    assert ("double" in plan.kernel) == (dtype == torch.float64)
+    for part in (plan.call, plan.kernel, "{} queries x {} keys".format(*plan.blocks)):
+        assert part in str(plan)
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0, "Hk": 0}, {"Sq": 0}, {"Sk": 0}, {"D": 0}, {"Dv": 0}], ids=str)
+def test_sizes_of_zero(sizes):
+    plan = explain(*qkv(**sizes), mask=masks.Causal())
+    assert plan.memory >= 0 and str(plan)
+    assert (plan.flops_dense == 0) == (sizes not in ({"D": 0}, {"Dv": 0}))
+
+
+def test_tasks_and_workspace_follow_the_problem():
+    small, big = explain(*qkv(H=2)), explain(*qkv(H=8, Hk=8, Sq=960))
+    for before, after in zip(small.tasks, big.tasks):
+        assert 0 < before < after
+    assert min(small.workspace) > 0
+    assert small.memory >= small.workspace[0] + 2 * 2 * 96 * (8 + 2) * 4  # with the output and the row statistics
+
+
+def test_what_is_not_used_has_a_reason():
+    plan = explain(*qkv())
+    isas = ["scalar", "avx2", "avx512", "avx512_bf16"]
+    better = isas[isas.index(mha_ext._ops.cpu_isa()) + 1 :]
+    assert set(plan.refusals) == {*better, "cuda"} and all(plan.refusals.values())
+    if mha_ext._ops.without_cuda:
+        assert plan.refusals["cuda"] == mha_ext._ops.without_cuda
+
+
+def test_copies_have_a_reason_and_take_memory():
+    q, k, v = qkv()
+    assert explain(q, k, v).copies == []
+    assert explain(q.transpose(1, 2).contiguous().transpose(1, 2), k, v).copies == []
+    strided = k.transpose(2, 3).contiguous().transpose(2, 3)
+    plan = explain(q, strided, v)
+    assert len(plan.copies) == 1 and plan.copies[0].startswith("k: ") and "not contiguous" in plan.copies[0]
+    assert plan.memory - explain(q, k, v).memory == 4 * k.numel()
+    assert any(advice.startswith("k: ") for advice in plan.advice)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = explain(q, k, v)
+    assert len(plan.copies) == 3 and all("float32 to bfloat16" in copy for copy in plan.copies)
+
+
+@pytest.mark.parametrize("Sq,Sk", [(96, 96), (1, 96), (33, 70), (70, 33)])
+@pytest.mark.parametrize(
+    "mask",
+    [None, masks.Causal(), masks.Causal("top_left"), masks.Window(5, 3), masks.Padding(torch.tensor([0, 30])),
+     masks.LeftPadding(torch.tensor([3, 10])) & masks.Causal(), masks.Prefix(torch.tensor([7, 20]))],
+    ids=repr,
+)  # fmt: skip
+def test_flops_count_the_visible_scores(mask, Sq, Sk):
+    plan = explain(*qkv(Sq=Sq, Sk=Sk), mask=mask)
+    visible = 2 * 4 * Sq * Sk if mask is None else int(mask.to_dense(2, 4, Sq, Sk).sum())
+    assert plan.flops_exact and plan.flops == 2 * visible * (16 + 8)
+    assert plan.flops_dense == 2 * 2 * 4 * Sq * Sk * (16 + 8) and plan.memory_unfused == 4 * 2 * 4 * Sq * Sk
+
+
+def test_flops_are_a_bound_where_the_mask_has_values_of_its_own():
+    plan = explain(*qkv(), mask=masks.Documents(torch.arange(96)[None] // 10))
+    assert not plan.flops_exact and "at most" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "advised,given",
+    [
+        ("masks.Causal()", {"mask": torch.ones(96, 96, dtype=torch.bool).tril()}),
+        ("masks.Padding", {"mask": (torch.arange(96) < torch.tensor([[50], [96]]))[:, None, None]}),
+        ("masks.LeftPadding", {"mask": (torch.arange(96) >= torch.tensor([[50], [1]]))[:, None, None]}),
+        ("mask=(bias == 0)", {"bias": torch.zeros(96, 96).masked_fill(torch.rand(96, 96) < 0.5, -torch.inf)}),
+        ("return_weights", {"return_weights": True}),
+    ],
+)
+def test_advice(advised, given):
+    q, k, v = qkv()
+    assert any(advised in advice for advice in explain(q, k, v, **given).advice)
+    assert advised in str(explain(q, k, v, **given))
+    assert explain(q, k, v).advice == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mask": torch.ones(3, 96)}, {"mask": torch.ones(5, 96, dtype=torch.bool)}, {"bias": torch.ones(5, 96)},
+     {"dropout_p": 1.5}, {"dropout_p": 0.5, "rng_state": torch.zeros(2)}, {"softcap": -1.0}, {"scale": "big"},
+     {"deterministic": 1}, {"sinks": torch.zeros(4)}],
+    ids=lambda given: ",".join(given),
+)  # fmt: skip
+def test_raises_what_attention_raises(wrong):
+    errors = []
+    for function in (mha_ext.attention, explain):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            function(*qkv(), **wrong)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
