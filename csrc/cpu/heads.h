@@ -5,21 +5,27 @@ MHA_ISA_BEGIN
 
 constexpr int64_t kHeadsTaskBytes = 64 << 10;
 
-// Calls f(b, s, thread) for each position. All heads of a position belong together: walked that way, one side of the
-// copy is read or written front to back. Each thread gets one long run: shorter ones, handed out in turn, measured 1.3
-// times slower when everything lies in the caches.
+// Calls f(b, s, n, thread) for the positions s .. s + n of a batch element, n at most `most`, until all are done. All
+// heads of a position belong together: walked that way, one side of the copy is read or written front to back. Each
+// thread gets one long run: shorter ones, handed out in turn, measured 1.3 times slower when everything lies in the
+// caches.
 template <class F>
-void for_each_position(int64_t B, int64_t S, int64_t bytes_each, const Threads& threads, F f) {
+void for_each_positions(int64_t B, int64_t S, int64_t bytes_each, int64_t most, const Threads& threads, F f) {
   const int64_t positions = B * S, least = kHeadsTaskBytes / max64(1, bytes_each);
   const int64_t run = max64(max64(1, least), (positions + threads.count - 1) / threads.count);
   for_each_task(threads, (positions + run - 1) / run, [&](int64_t task, int thread) {
     const int64_t last = min64(positions, (task + 1) * run);
-    int64_t b = task * run / S, s = task * run % S;
-    for (int64_t n = task * run; n < last; ++n) {
-      f(b, s, thread);
-      if (++s == S) s = 0, ++b;
+    for (int64_t n = task * run; n < last;) {
+      const int64_t s = n % S, count = min64(most, min64(last - n, S - s));
+      f(n / S, s, count, thread);
+      n += count;
     }
   });
+}
+
+template <class F>
+void for_each_position(int64_t B, int64_t S, int64_t bytes_each, const Threads& threads, F f) {
+  for_each_positions(B, S, bytes_each, 1, threads, [&](int64_t b, int64_t s, int64_t, int thread) { f(b, s, thread); });
 }
 
 MHA_INLINE void copy_bytes(char* to, const char* from, int64_t n) {
@@ -46,13 +52,41 @@ T* at(const Tensor4& t, int64_t b, int64_t h, int64_t s) {
   return static_cast<T*>(t.data) + b * t.stride[0] + h * t.stride[1] + s * t.stride[2];
 }
 
+// Copies rows of `Bytes`, known to the compiler: for rows of one or two cache lines the loop around a copy of any
+// length takes as long as the copy.
+template <int64_t Bytes, class T>
+MHA_INLINE void copy_rows_of(T* to, const T* from, int64_t rows, int64_t to_step, int64_t from_step) {
+  for (int64_t r = 0; r < rows; ++r, to += to_step, from += from_step) std::memcpy(to, from, Bytes);
+}
+
 template <class T>
 void copy_heads(const Tensor4& out, const Tensor4& in, int64_t B, int64_t H, int64_t S, int64_t D,
                 const Threads& threads) {
-  for_each_position(B, S, H * D * int64_t(sizeof(T)), threads, [&](int64_t b, int64_t s, int) {
-    T* to = at<T>(out, b, 0, s);
-    const T* from = at<T>(in, b, 0, s);
-    for (int64_t h = 0; h < H; ++h, to += out.stride[1], from += in.stride[1]) copy_row(to, from, in.stride[3], D);
+  // A few positions of a head at a time: writing one row to each of many heads, whose rows may lie a power of two
+  // apart, measured 0.6 to 0.8 of memcpy's speed, eight rows to each 0.9.
+  constexpr int64_t kPositions = 8;
+  const int64_t bytes = D * int64_t(sizeof(T)), to_step = out.stride[2], from_step = in.stride[2];
+  for_each_positions(B, S, H * bytes, kPositions, threads, [&](int64_t b, int64_t s, int64_t n, int) {
+    for (int64_t h = 0; h < H; ++h) {
+      T* to = at<T>(out, b, h, s);
+      const T* from = at<T>(in, b, h, s);
+      switch (in.stride[3] == 1 ? bytes : 0) {
+        case 64:
+          copy_rows_of<64>(to, from, n, to_step, from_step);
+          break;
+        case 128:
+          copy_rows_of<128>(to, from, n, to_step, from_step);
+          break;
+        case 256:
+          copy_rows_of<256>(to, from, n, to_step, from_step);
+          break;
+        case 512:
+          copy_rows_of<512>(to, from, n, to_step, from_step);
+          break;
+        default:
+          for (int64_t r = 0; r < n; ++r) copy_row(to + r * to_step, from + r * from_step, in.stride[3], D);
+      }
+    }
   });
 }
 
