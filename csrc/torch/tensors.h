@@ -120,7 +120,7 @@ inline void check_shape(const Tensor& t, const char* name, const Sizes& want) {
 inline void advise_huge_pages(void* data, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = uintptr_t(2) << 20;
-  if (bytes <= 16 * kPage) return;
+  if (bytes < 16 * kPage) return;
   uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
   uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // only advice: failing changes nothing
