@@ -11,6 +11,7 @@
 #include "attention_bwd_operands.h"
 #include "attention_bwd_plan.h"
 #include "attention_bwd_tile.h"
+#include "finite_rows.h"
 #include "gemm.h"
 #include "parallel.h"
 
@@ -40,8 +41,9 @@ struct BackwardScratch {
   KeyOperands<Unit> keys[kPassTiles];
   TileScratch<Unit> tile;
   TileMask<T>* mask;
-  T* dq;       // [blocks][D][kMaxRows]
-  T *dk, *dv;  // [keys of the chunk][features]
+  Unit* finite;  // rows of one operand of a tile for FiniteRows
+  T* dq;         // [blocks][D][kMaxRows]
+  T *dk, *dv;    // [keys of the chunk][features]
 
   BackwardScratch(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
     const int64_t n = ceil_div(p.Sq, kMaxRows), size = kMaxKeys * kMaxRows;
@@ -57,6 +59,7 @@ struct BackwardScratch {
     tile.ds_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
     tile.ds_lanes = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
     mask = arena.take<TileMask<T>>(1);
+    finite = arena.take<Unit>(units<Unit>(std::max(kMaxRows, kMaxKeys)) * max64(p.D, p.Dv));
     dq = arena.take<T>(n * kMaxRows * p.D);
     dk = arena.take<T>(plan.chunk_keys * p.D);
     dv = arena.take<T>(plan.chunk_keys * p.Dv);
@@ -171,17 +174,38 @@ class BackwardWorker {
     const TileOperands<Unit> t = plain_ && !mask
                                      ? plain_tile<Unit, Degree>(s_.tile, block, p_.scale, keys)
                                      : general_tile<Unit, Degree>(s_.tile, p_, dbias_, block, mask, first_key, keys);
+    add_products(n, k, t, mask, first_key, keys);
+  }
+
+  // The products of one tile: dQ, dK, dV. mask is null when all is visible.
+  void add_products(int n, const KeyOperands<Unit>& k, const TileOperands<Unit>& t, const TileMask<T>* mask,
+                    int64_t first_key, int keys) {
+    const QueryBlock<T>& block = s_.blocks[n];
+    const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
     T* dq = s_.dq + int64_t(n) * kMaxRows * D;
     T* dk = s_.dk + (first_key - first_key_) * D;
     T* dv = s_.dv + (first_key - first_key_) * Dv;
-    if (mask && !(block.finite && k.finite)) {
-      add_visible(p_, s_.tile, block.rows, *mask, hk_, first_key, keys, dq, dk, dv);
-      return;
-    }
-    gemm<Unit>(D, lanes, units<Unit>(keys), k.k_features.a, k.k_features.am, k.k_features.ak, t.ds_lanes, kMaxRows, dq,
-               kMaxRows, Start::add);
-    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.q_rows.b, q.q_rows.ld, dk, D, Start::add);
-    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, q.dout_rows.b, q.dout_rows.ld, dv, Dv, Start::add);
+    FiniteRows<Unit> finite_k, finite_q, finite_dout;
+
+    Broadcast<Unit> features = k.k_features;
+    if (mask && !k.finite) features = finite_k.take(k.k_rows, p_.dtype, p_.k.stride[2], keys, D, s_.finite);
+    gemm<Unit>(D, lanes, units<Unit>(keys), features.a, features.am, features.ak, t.ds_lanes, kMaxRows, dq, kMaxRows,
+               Start::add);
+    if (mask) finite_k.add_keys(dq, s_.tile.dp, *mask, lanes);
+
+    auto rows_of = [&](FiniteRows<Unit>& finite, const Tensor4& x, int cols, const RowsOperand<Unit>& as_they_are) {
+      if (!mask || block.finite) return as_they_are;
+      const void* first = first_row(x, p_.dtype, block.rows);
+      const Broadcast<Unit> clean = finite.take(first, p_.dtype, x.stride[2], rows, cols, s_.finite);
+      return RowsOperand<Unit>{clean.a, clean.ak};
+    };
+    const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, s_.operands[n].q_rows);
+    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.b, q.ld, dk, D, Start::add);
+    if (mask) finite_q.add_queries(dk, s_.tile.dp, *mask, keys);
+
+    const RowsOperand<Unit> dout = rows_of(finite_dout, p_.dout, Dv, s_.operands[n].dout_rows);
+    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, dout.b, dout.ld, dv, Dv, Start::add);
+    if (mask) finite_dout.add_queries(dv, s_.tile.s, *mask, keys);
   }
 
   void finish_queries(int64_t h, int n) {

@@ -31,7 +31,8 @@ struct QueryScratch {
 template <class Unit>
 struct KeyOperands {
   Broadcast<Unit> k, v, k_features;
-  bool finite;  // no NaN or Inf in K
+  const void* k_rows;  // K as it lies
+  bool finite;         // no NaN or Inf in K
   Unit *k_scratch, *v_scratch, *k_features_scratch;
 };
 
@@ -64,13 +65,17 @@ inline KeyOperands<Unit> take_key_operands(Arena& arena, const AttentionBackward
   return k;
 }
 
-// x: query or dout
+// The first row of a block; x: query or dout.
+inline const void* first_row(const Tensor4& x, DType type, const RowBlock& block) {
+  return element(x.data, type, block.b * x.stride[0] + block.offset(x.stride, 0));
+}
+
 template <class Unit>
 inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock& block, int cols, Unit* lanes,
                                    Unit* rows) {
   int64_t offset[kMaxRows];
   for (int r = 0; r < block.rows; ++r) offset[r] = r * x.stride[2];
-  const void* src = element(x.data, type, block.b * x.stride[0] + block.offset(x.stride, 0));
+  const void* src = first_row(x, type, block);
   transposed_operand(lanes, kMaxRows, src, type, offset, block.rows, cols);
   const Broadcast<Unit> features = columns_operand(src, type, x.stride[2], block.rows, cols, rows);
   return {features.a, features.ak};
@@ -78,8 +83,7 @@ inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock&
 
 template <class T>
 inline bool rows_finite(const Tensor4& x, DType type, const RowBlock& block, int cols) {
-  const void* src = element(x.data, type, block.b * x.stride[0] + block.offset(x.stride, 0));
-  return all_finite<T>(src, type, x.stride[2], block.rows, cols);
+  return all_finite<T>(first_row(x, type, block), type, x.stride[2], block.rows, cols);
 }
 
 template <class T, class Unit>
@@ -87,6 +91,7 @@ inline void load_keys(KeyOperands<Unit>& to, const AttentionBackward& p, int64_t
                       int keys) {
   const void* k = element(p.k.data, p.dtype, b * p.k.stride[0] + hk * p.k.stride[1] + first * p.k.stride[2]);
   const void* v = element(p.v.data, p.dtype, b * p.v.stride[0] + hk * p.v.stride[1] + first * p.v.stride[2]);
+  to.k_rows = k;
   to.finite = all_finite<T>(k, p.dtype, p.k.stride[2], keys, int(p.D));
   to.k = rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), to.k_scratch);
   to.v = rows_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), to.v_scratch);
@@ -112,40 +117,6 @@ inline void row_dots(const AttentionBackward& p, const RowBlock& block, T* delta
       for (; d + L <= p.Dv; d += L) sum = fma(load(dout + d), load(out + d), sum);
       if (d < p.Dv) sum = fma(load_n(dout + d, int(p.Dv - d)), load_n(out + d, int(p.Dv - d)), sum);
       delta[r] = reduce_add(sum);
-    }
-  });
-}
-
-// The products dQ, dK and dV of a tile in which hidden pairs meet operands that are not finite: the visible pairs one
-// by one, since 0 * NaN is NaN. dq is [D][kMaxRows], dk and dv [key][feature].
-template <class Unit, class T>
-inline void add_visible(const AttentionBackward& p, const TileScratch<Unit>& t, const RowBlock& block,
-                        const TileMask<T>& mask, int64_t hk, int64_t first_key, int keys, T* dq, T* dk, T* dv) {
-  constexpr int L = Vec<T>::lanes;
-  with_storage<T>(p.dtype, [&](auto* s) {
-    using S = decltype(s);
-    const S k0 = static_cast<S>(p.k.data) + block.b * p.k.stride[0] + hk * p.k.stride[1] + first_key * p.k.stride[2];
-    for (int j = 0; j < keys; ++j) {
-      for (int r = 0; r < block.rows; ++r) {
-        if (!mask.visible_pair(j, r)) continue;
-        const S k = k0 + j * p.k.stride[2];
-        const S q = static_cast<S>(p.q.data) + block.b * p.q.stride[0] + block.offset(p.q.stride, r);
-        const S dout = static_cast<S>(p.dout.data) + block.b * p.dout.stride[0] + block.offset(p.dout.stride, r);
-        const Vec<T> ds = set1(t.dp[j * kMaxRows + r]), weight = set1(t.s[j * kMaxRows + r]);
-        for (int64_t d = 0; d < p.D; d += L) {
-          const int n = int(min64(L, p.D - d));
-          T product[L];
-          store(product, ds * load_n(k + d, n));
-          for (int l = 0; l < n; ++l) dq[(d + l) * kMaxRows + r] += product[l];
-          T* to = dk + j * p.D + d;
-          store_n(to, fma(ds, load_n(q + d, n), load_n(to, n)), n);
-        }
-        for (int64_t d = 0; d < p.Dv; d += L) {
-          const int n = int(min64(L, p.Dv - d));
-          T* to = dv + j * p.Dv + d;
-          store_n(to, fma(weight, load_n(dout + d, n), load_n(to, n)), n);
-        }
-      }
     }
   });
 }

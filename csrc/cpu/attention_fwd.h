@@ -3,6 +3,7 @@
 //   S^T[j][q] = sum_d K[j][d] Q^T[d][q];   softmax down the columns;   O^T[d][q] += sum_j V[j][d] P^T[j][q]
 #pragma once
 
+#include "finite_rows.h"
 #include "operands.h"
 #include "parallel.h"
 #include "philox_vec.h"
@@ -46,6 +47,7 @@ struct ForwardScratch {
   bool whole_head;                 // k and v hold a packed head, not a tile
   PackedHead<Unit>* packed;
   Unit *k, *v;           // keys and values, packed
+  Unit* finite_v;        // values of a tile for FiniteRows
   T* score;              // [kMaxKeys][kMaxRows]
   T *bias, *multiplier;  // [kMaxKeys][kMaxRows]
   Unit* weight;          // [units(kMaxKeys)][kMaxRows]
@@ -70,6 +72,7 @@ struct ForwardScratch {
     packed = arena.take<PackedHead<Unit>>(1);
     k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
     v = arena.take<Unit>(units<Unit>(packed_keys) * Dv);
+    finite_v = whole_head ? arena.take<Unit>(units<Unit>(kMaxKeys) * Dv) : v;
     score = arena.take<T>(tile);
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
@@ -179,14 +182,14 @@ struct ForwardBlock {
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
     const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
     const void* v = element(v_base, p.dtype, first_key * p.v.stride[2]);
-    if (kind == TileKind::some && !all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv))) {
-      add_visible_values(v, keys, start);
-      return true;
-    }
+    FiniteRows<Unit> finite;
+    const Broadcast<Unit> value = kind == TileKind::all || all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv))
+                                      ? value_operand(v, first_key, keys)
+                                      : finite.take(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.finite_v);
     const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
-    Broadcast<Unit> value = value_operand(v, first_key, keys);
     gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
                start, s.rescale);
+    finite.add_keys(s.out, s.score, *s.mask, lanes);
     return true;
   }
 
@@ -223,32 +226,6 @@ struct ForwardBlock {
         store(x, load(x) * load(s.multiplier + j * kMaxRows + r));
       }
     }
-  }
-
-  // The product for a tile in which hidden pairs meet values that are not finite: those pairs are left out one by one.
-  void add_visible_values(const void* v, int keys, Start start) {
-    for (int64_t d = 0; d < p.Dv; ++d) {
-      T* out = s.out + d * kMaxRows;
-      for (int r = 0; r < lanes; r += L) {
-        V sum = start == Start::zero ? set1(T(0)) : load(out + r);
-        if (start == Start::scale) sum = sum * load(s.rescale + r);
-        store(out + r, sum);
-      }
-    }
-    with_storage<T>(p.dtype, [&](auto* type) {
-      const auto* row = static_cast<decltype(type)>(v);
-      for (int j = 0; j < keys; ++j, row += p.v.stride[2]) {
-        for (int64_t d = 0; d < p.Dv; ++d) {
-          T one[L];
-          store(one, load_n(row + d, 1));
-          for (int r = 0; r < lanes; r += L) {
-            V old = load(s.out + d * kMaxRows + r);
-            V sum = fma(set1(one[0]), load(s.score + j * kMaxRows + r), old);
-            store(s.out + d * kMaxRows + r, select(s.mask->visible(j, r), sum, old));
-          }
-        }
-      }
-    });
   }
 
   void store_rows() {
