@@ -160,10 +160,11 @@ def _attention_bwd_backward(ctx, *gradients):
     dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state = ctx.saved_tensors
     left, right, top_left, scale, softcap, dropout_p = ctx.numbers
     visible = masks.visible_of(masks.MaskArgs(*mask_tensors, left, right, top_left), q.shape[2], k.shape[2], q.device)
+    keep = dropout_mask(rng_state, dropout_p, *q.shape[:3], k.shape[2]) if dropout_p > 0 else None
 
     def first_order(dout, dlse, dweights, q, k, v, bias):
         def forward(q, k, v, bias):
-            return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state)
+            return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep)
 
         (_, lse, weights), pull = _vjp(forward, (q, k, v, bias))
         if dweights is None:
@@ -210,10 +211,11 @@ def _masked_softmax_bwd_backward(ctx, ddscores, ddbias):
     left, right, top_left, scale, dropout_p = ctx.numbers
     args = masks.MaskArgs(*mask_tensors, left, right, top_left)
     visible = masks.visible_of(args, *scores.shape[2:], scores.device)
+    keep = dropout_mask(rng_state, dropout_p, *scores.shape) if dropout_p > 0 else None
 
     def first_order(dout, scores, bias):
         def forward(scores, bias):
-            return reference.softmax(scores, bias, visible, scale, dropout_p, rng_state)
+            return reference.softmax(scores, bias, visible, scale, dropout_p, keep)
 
         return _vjp(forward, (scores, bias))[1](dout)
 

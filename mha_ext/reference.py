@@ -2,6 +2,9 @@
 
 It stores whole [B,H,Sq,Sk] matrices. The ops use it for double backward; users may use it to check a result. Statistics
 are kept in fp32, or in fp64 for fp64 inputs.
+
+Unlike in the kernels, NaN or infinity in a key or value spreads to all queries, also those it is hidden from, unless it
+is hidden from every query: plain matrix products cannot leave out single pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ def attention(
     visible = _visible(mask, B, H, Sq, Sk)
     if scale is None:
         scale = D**-0.5 if D > 0 else 1.0
-    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state)
+    keep = _kept(rng_state, dropout_p, B, H, Sq, Sk)
+    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep)
     extra = ([lse] if return_lse else []) + ([weights] if return_weights else [])
     return (out, *extra) if extra else out
 
@@ -31,11 +35,11 @@ def attention(
 def masked_softmax(scores: Tensor, mask=None, *, bias=None, scale=1.0, dropout_p=0.0, rng_state=None) -> Tensor:
     """The same as mha_ext.masked_softmax for scores [B,H,Sq,Sk]."""
     visible = _visible(mask, *scores.shape)
-    return softmax(scores, bias, visible, scale, dropout_p, rng_state)
+    return softmax(scores, bias, visible, scale, dropout_p, _kept(rng_state, dropout_p, *scores.shape))
 
 
-def attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, weights); visible is a bool tensor that broadcasts to [B,H,Sq,Sk], or None."""
+def attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights). visible: bool, broadcasts to [B,H,Sq,Sk], or None; keep: dropout_mask, or None without."""
     (B, H, Sq, _), Hk, Sk = q.shape, k.shape[1], k.shape[2]
     dtype = _checks.accumulate_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
@@ -47,14 +51,14 @@ def attend(q, k, v, bias, visible, scale, softcap, dropout_p, rng_state) -> tupl
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         weights, lse = _softmax_and_lse(scores, bias, visible)
-        weights = dropout(weights, dropout_p, rng_state)
+        weights = _dropout(weights, dropout_p, keep)
         return (weights @ values).to(q.dtype), lse, weights.to(q.dtype)
 
 
-def softmax(scores, bias, visible, scale, dropout_p, rng_state) -> Tensor:
-    """The masked softmax over the last dimension, then dropout."""
+def softmax(scores, bias, visible, scale, dropout_p, keep) -> Tensor:
+    """The masked softmax over the last dimension, then dropout; visible and keep as in attend."""
     weights, _ = _softmax_and_lse(scores.to(_checks.accumulate_dtype(scores.dtype)) * scale, bias, visible)
-    return dropout(weights, dropout_p, rng_state).to(scores.dtype)
+    return _dropout(weights, dropout_p, keep).to(scores.dtype)
 
 
 def _softmax_and_lse(scores: Tensor, bias: Tensor | None, visible: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -75,18 +79,19 @@ def _softmax_and_lse(scores: Tensor, bias: Tensor | None, visible: Tensor | None
 def _without_unseen_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zeroes queries that see no key, and keys and values that no query sees: NaN there must stay out of products."""
     seeing = visible.any(3)[..., None]
-    B, H, _, Sk = visible.shape
+    B, _, _, Sk = visible.shape
     seen = visible.any(2).view(B, k.shape[1], -1, Sk).any(2)[..., None] if k.shape[1] else visible.any(2)[..., None]
     return torch.where(seeing, q, 0), torch.where(seen, k, 0), torch.where(seen, v, 0)
 
 
-def dropout(weights: Tensor, p: float, rng_state: Tensor | None) -> Tensor:
-    """Zeroes the weights that (seed, offset) drop and scales the others by 1 / (1 - p)."""
-    if p == 0:
-        return weights
+def _dropout(weights: Tensor, p: float, keep: Tensor | None) -> Tensor:
     if p == 1:
         return weights * 0
-    return torch.where(dropout_mask(rng_state, p, *weights.shape), weights / (1 - p), 0)
+    return weights if keep is None else torch.where(keep, weights / (1 - p), 0)
+
+
+def _kept(rng_state: Tensor | None, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
+    return dropout_mask(rng_state, p, B, H, Sq, Sk) if p > 0 else None
 
 
 def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor:

@@ -168,8 +168,6 @@ def test_export_of_a_block_and_of_softmax_and_heads():
 
 
 HOW = ["plain", "band", "everything"]
-ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-TRACED_LESS = ALL_CHECKS[:3]  # tracing a double backward takes many seconds
 B, H, Sq, Sk = 2, 4, 5, 7
 
 
@@ -223,7 +221,7 @@ def test_opcheck_attention_bwd(how, weights):
     names = {a.name for a in backward._schema.arguments}
     given.update({name: t for name, t in found.items() if name in names and (t.numel() or name in ("out", "lse"))})
     args = cases.op_arguments(backward, **given, need_dbias="bias" in given)
-    torch.library.opcheck(backward, args, test_utils=ALL_CHECKS if how == "band" else TRACED_LESS)
+    torch.library.opcheck(backward, args)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -235,10 +233,8 @@ def test_opcheck_masked_softmax(how):
         found = outputs_by_name(forward, forward(*cases.op_arguments(forward, **given)))
     names = {a.name for a in backward._schema.arguments}
     given.update({name: t for name, t in found.items() if name in names})
-    args = cases.op_arguments(
-        backward, **given, dout=torch.randn_like(found["out"]).requires_grad_(), need_dbias="bias" in given
-    )
-    torch.library.opcheck(backward, args, test_utils=TRACED_LESS if how == "everything" else ALL_CHECKS)
+    dout = torch.randn_like(found["out"]).requires_grad_()
+    torch.library.opcheck(backward, cases.op_arguments(backward, **given, dout=dout, need_dbias="bias" in given))
 
 
 def test_opcheck_the_small_ops():
