@@ -1,7 +1,7 @@
 """Counts what the CUDA kernels execute, in simulation: no GPU is needed.
 
     make -C tests/ptxsim
-    tests/ptxsim/run python benchmarks/kernel_counters.py     about 3 minutes on 2 cores
+    tests/ptxsim/run python benchmarks/kernel_counters.py     less than a minute
 
 The package must be built with CUDA and hold PTX (MHA_EXT_CUDA=1, as by default). Prints two Markdown tables: attention per
 score, beside the same counts of flash-attention 2's kernels, and the kernels bound by memory per element. The last
@@ -25,13 +25,13 @@ import mha_ext
 # Flash-attention 2's kernels, compiled unchanged and counted in the same simulator (S=1024, B1 H2, bf16; of backward its
 # main kernel): instructions and mma FLOP and exp per score, shared wavefronts per 1024 scores, loads and stores.
 FLASH_ATTENTION_2 = {
-    "forward D64 full": (10.1, 256, 1.04, 91, 17, "1.03"),
-    "forward D64 causal": (12.5, 288, 1.17, 105, 10, "1.03"),
-    "forward D128 full": (15.5, 512, 1.07, 198, 17, "1.02"),
-    "forward D128 causal": (18.4, 575, 1.20, 228, 10, "1.02"),
-    "backward D64 full": (20.9, 640, 1.00, 342, 22, "2 + atomics"),
-    "backward D64 causal": (25.4, 719, 1.12, 390, 13, "2 + atomics"),
-    "backward D128 full": (33.6, 1280, 1.00, 652, 22, "2 + atomics"),
+    "forward D64 full": ("10.1", "256", "1.04", "91", "17", "1.03"),
+    "forward D64 causal": ("12.5", "288", "1.17", "105", "10", "1.03"),
+    "forward D128 full": ("15.5", "512", "1.07", "198", "17", "1.02"),
+    "forward D128 causal": ("18.4", "575", "1.20", "228", "10", "1.02"),
+    "backward D64 full": ("20.9", "640", "1.00", "342", "22", "2 + atomics"),
+    "backward D64 causal": ("25.4", "719", "1.12", "390", "13", "2 + atomics"),
+    "backward D128 full": ("33.6", "1280", "1.00", "652", "22", "2 + atomics"),
 }
 
 # An H200 (SXM), per SM and clock. Published: 989.4 dense bf16 TFLOP/s and 4.8 TB/s for 132 SMs at 1.83 GHz, four
@@ -233,9 +233,15 @@ def main(argv: list[str] | None = None) -> int:
         "and stores in units of one tensor.\n"
     )
     head = ["kernel", "instr", "mma FLOP", "exp", "shared wavefronts", "loads", "stores"]
-    print(markdown([*head, "wavefronts / ideal", "instr of all kernels", "bound by", "at most TFLOP/s"], rows))
+    print(
+        markdown(
+            [*head, "wavefronts / ideal", "instr of all kernels", "bound by (estimate)", "at most TFLOP/s (estimate)"],
+            rows,
+        )
+    )
     print(f"\nbf16, S={args.length}, per element; loads and stores in units of one tensor.\n")
-    head = ["kernel", "instr", "exp", "loads", "stores", "bytes asked / sectors moved", "bound by", "next limit"]
+    head = ["kernel", "instr", "exp", "loads", "stores", "bytes asked / sectors touched", "bound by (estimate)"]
+    head.append("busiest other limit / memory (estimate)")
     calls = memory_calls(args.length)
     print(markdown(head, [memory_cells(name, *sizes, count(call)) for name, (call, *sizes) in calls.items()]))
     return 0
