@@ -107,11 +107,11 @@ struct ForwardBlock {
     load_rows();
     if (s.whole_head) pack_head(b * p.Hk + kv_head);
     bool first = true;
-    // A tile of a packed head starts with a whole unit; the key that this may add is hidden like any other.
-    const int64_t first_key = s.block->any_begin - (s.whole_head ? s.block->any_begin % kUnitK<Unit> : 0);
-    for (int64_t j = first_key; j < s.block->any_end; j += kMaxKeys) {
-      first = !visit(j, int(min64(kMaxKeys, s.block->any_end - j)), first) && first;
-    }
+    // Tiles of a packed head are whole units; a key that this may add is hidden like any other.
+    const int64_t unit = s.whole_head ? kUnitK<Unit> : 1;
+    const int64_t begin = s.block->any_begin / unit * unit;
+    const int64_t end = min64(p.Sk, (s.block->any_end + unit - 1) / unit * unit);
+    for (int64_t j = begin; j < end; j += kMaxKeys) first = !visit(j, int(min64(kMaxKeys, end - j)), first) && first;
     if (first) std::fill_n(s.out, p.Dv * kMaxRows, T(0));
     store_rows();
     if (p.weights.data) store_weights();
