@@ -107,6 +107,9 @@ def extensions():
     ]
     if cuda:
         nvcc = ["-O3", "-std=c++20", "-lineinfo", "-Xcompiler=-fvisibility=hidden"]
+        # torch hides what the half types convert to and compute with; the kernels use it.
+        hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+        nvcc += [f"-U__CUDA_NO_{name}__" for name in hidden]
         if os.environ["TORCH_CUDA_ARCH_LIST"] in ("8.0", "8.0+PTX"):  # which the kernels' tiles are sized for
             nvcc.append("-Xptxas=-warn-spills,-Werror")
         built.append(

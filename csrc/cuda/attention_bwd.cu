@@ -95,8 +95,8 @@ void run(Plan& plan, cudaStream_t stream) {
     launch_attention_bwd_simple<T, A, BackwardRole::dv>(launch, stream);
   }
   if (!launch.dbias.data) return;
+  if (launch.base_2 != bool(plan.dbias)) prepare(bool(plan.dbias));
   if (plan.dbias) return plan.dbias->launch(launch, stream);
-  if (launch.base_2) prepare(false);
   launch_attention_bwd_simple<T, A, BackwardRole::dbias>(launch, stream);
 }
 

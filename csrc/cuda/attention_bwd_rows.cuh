@@ -34,7 +34,8 @@ __device__ inline A row_dot(const T* x, const T* y, int64_t n, bool aligned, uns
 }
 
 template <class T, class A>
-__global__ void __launch_bounds__(kRowsThreads) attention_bwd_rows(const __grid_constant__ AttentionBackwardLaunch p) {
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    attention_bwd_rows(const __grid_constant__ AttentionBackwardLaunch p) {
   __shared__ A delta[kRowBlock];
   const int thread = threadIdx.x, block = blockIdx.x % p.row_blocks, first = block * kRowBlock;
   const int64_t bh = blockIdx.x / p.row_blocks, b = bh / p.H, h = bh % p.H;

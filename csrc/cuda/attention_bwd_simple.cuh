@@ -158,7 +158,8 @@ __device__ inline bool sees(const AttentionBackwardLaunch& p, int64_t b, int64_t
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads) attention_bwd_simple(const __grid_constant__ AttentionBackwardLaunch p) {
+__global__ void __launch_bounds__(S::kThreads, 1)
+    attention_bwd_simple(const __grid_constant__ AttentionBackwardLaunch p) {
   using T = typename S::T;
   using A = typename S::A;
   __shared__ typename S::Shared shared;
@@ -199,7 +200,7 @@ struct BiasGrid {
 };
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_bwd_dbias_simple(const __grid_constant__ AttentionBackwardLaunch p,
                                const __grid_constant__ BiasGrid grid) {
   using A = typename S::A;
