@@ -50,7 +50,7 @@ def cuda_toolkit():
     """The folder of the toolkit whose nvcc would run, as nvcc itself tells (it may be a wrapper), or None."""
     nvcc = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     try:
-        told = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+        told = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
     except OSError:
         return None
     top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)

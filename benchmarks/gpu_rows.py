@@ -86,7 +86,7 @@ def measure(row: Row) -> dict:
             del result
             one_sample(call, 1)
             repeats[name] = max(1, min(200, round(SAMPLE_SECONDS / max(one_sample(call, 1), 1e-6))))
-        except Exception as error:  # one contender that cannot run here must not end the comparison
+        except Exception as error:  # noqa: BLE001  one contender that cannot run here must not end the comparison
             found[name]["note"] = f"not available: {short(error)}"
             continue
         # Half of bfloat16's digits: every rounding error passes, no wrong result does. The tests are the strict ones.
@@ -258,7 +258,7 @@ def attempt(name: str, rows: Callable[[], list[Row]], deadline: float) -> list[d
         return [not_measured(name, "out of time")]
     try:
         return [measure(row) for row in rows()]
-    except Exception as error:  # such as too little memory for the inputs
+    except Exception as error:  # noqa: BLE001  such as too little memory for the inputs
         return [not_measured(name, short(error))]
 
 

@@ -124,7 +124,7 @@ def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = l
         start = time.perf_counter()
         try:
             result, timing.peak_bytes = peak_growth(call)
-        except Exception as failure:  # one contender that cannot run here must not end the comparison
+        except Exception as failure:  # noqa: BLE001  one contender that cannot run here must not end the comparison
             timing.note = f"failed: {type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
             continue
         seconds = time.perf_counter() - start

@@ -47,7 +47,7 @@ def softmax_case(dtype: torch.dtype, backward: bool) -> Case:
         "mha_ext": lambda: mha_ext.masked_softmax(scores, visible, scale=0.125),
     }
     wide = scores.detach().float().requires_grad_(backward)
-    forward = lambda: (wide * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)  # noqa: E731
+    forward = lambda: (wide * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)
     expected = forward
     if backward:
         dout = torch.randn_like(scores)
@@ -156,7 +156,7 @@ def module_case(dtype: torch.dtype, backward: bool) -> Case:
     dout = torch.randn_like(x)
 
     def call_of(module, x, dout):
-        forward = lambda: module(x, x, x, need_weights=False)[0]  # noqa: E731
+        forward = lambda: module(x, x, x, need_weights=False)[0]
         if backward:
             return training(forward, list(module.parameters()), dout)
         return torch.no_grad()(forward)

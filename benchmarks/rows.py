@@ -115,10 +115,10 @@ def layout_case(shape: Shape, dtype: torch.dtype, backward: bool, with_eager: bo
     calls = {}
     for way, function in ways.items():
         for layout, inputs in layouts.items():
-            call = lambda function=function, inputs=inputs: function(*inputs, causal=shape.causal)  # noqa: E731
+            call = lambda function=function, inputs=inputs: function(*inputs, causal=shape.causal)
             calls[f"{way} {layout}"] = training(call, inputs, dout_of[layout]) if backward else call
     wide = [x.detach().float().requires_grad_(backward) for x in contiguous]
-    forward = lambda: sdpa(*wide, causal=shape.causal)  # noqa: E731
+    forward = lambda: sdpa(*wide, causal=shape.causal)
     return Case(
         calls,
         "mha_ext contiguous",

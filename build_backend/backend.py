@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403  (the hooks that need no change)
+from setuptools.build_meta import *  # the hooks that need no change
 
 FLOOR = "torch>=2.11"
 
@@ -19,7 +19,8 @@ def _installed_torch():
     """The folder that holds the torch package in the environment of the interpreter, or None."""
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # which is how pip lays its isolated folders over it
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=os.sep).stdout.strip()
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=env, capture_output=True, text=True, cwd=os.sep, check=False).stdout.strip()
     return os.path.dirname(out) if out else None
 
 

@@ -24,8 +24,10 @@ SENTENCES = (
     "How do I install a Python package?",
     "Use pip to add a library to your environment.",
     "Rain.",
-    "It has been raining since early this morning, and the forecast says that the showers will go on until the end of "
-    "the week, with strong winds along the coast and a chance of thunderstorms in the mountains by Thursday night.",
+    (
+        "It has been raining since early this morning, and the forecast says that the showers will go on until the end "
+        "of the week, with strong winds along the coast and a chance of thunderstorms in the mountains by Thursday night."
+    ),
 )
 
 

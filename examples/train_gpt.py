@@ -59,7 +59,13 @@ def main(argv: list[str] | None = None) -> dict[str, Run]:
     args = options.parse_args(argv)
     text = language_reference()
     characters = Characters("".join(sorted(set(text))))
-    config = dict(vocabulary=len(characters), d_model=args.d_model, layers=args.layers, num_heads=4, num_kv_heads=2)
+    config = {
+        "vocabulary": len(characters),
+        "d_model": args.d_model,
+        "layers": args.layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
     runs = make_runs(lambda backend: GPT(backend, **config), args)
     ids = torch.tensor(characters.encode(text))
     train(runs, batches(ids, args.batch, args.length, args.seed), loss, args.steps, lr=3e-3)

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, Run]:
     characters = Characters("".join(sorted(set("".join(texts)) | set("abcdefghijklmnopqrstuvwxyz0123456789"))))
     pairs = [(characters.encode(stripped(t)), characters.encode(t)) for t in texts]
     held_out, unseen_pairs, pairs = texts[:100], pairs[:100], pairs[100:]
-    config = dict(vocabulary=len(characters), d_model=args.d_model, layers=args.layers, num_heads=4)
+    config = {"vocabulary": len(characters), "d_model": args.d_model, "layers": args.layers, "num_heads": 4}
     runs = make_runs(lambda backend: Restorer(backend, **config), args)
     train(runs, batches(pairs, args.batch, characters, args.seed), loss, args.steps, lr=2e-3)
     report(runs, args)

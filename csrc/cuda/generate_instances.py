@@ -51,16 +51,16 @@ def files():
         declarations.append(f"void {name}(const {launch}&, cudaStream_t);")
         general = "true" if variant == "general" else "false"
         rows[kernel].append(f'    {{"{name}", DType::{dtype}, {head}, {general}, {name}}},')
-        yield (
-            f"{name}.cu",
+        source = (
             f"// Written by generate_instances.py.\n"
             f'#include "../{SOURCE.get(kernel, kernel)}.cuh"\n\n'
             f"namespace mha::cuda {{\n\n"
             f"void {name}(const {launch}& p, cudaStream_t stream) {{\n"
             f'  launch_{FUNCTION.get(kernel, kernel)}<{arguments}>("{name}", p, stream);\n'
             f"}}\n\n"
-            f"}}  // namespace mha::cuda\n",
+            f"}}  // namespace mha::cuda\n"
         )
+        yield f"{name}.cu", source
     text = "// Written by generate_instances.py: the kernel instances, in the order in which they are tried.\n#pragma once\n"
     text += '#include "../attention_bwd_launch.h"\n#include "../kernels.h"\n\nnamespace mha::cuda {\n\n' + "\n".join(declarations) + "\n"
     for kernel, lines in rows.items():
