@@ -26,7 +26,8 @@ SENTENCES = (
     "Rain.",
     (
         "It has been raining since early this morning, and the forecast says that the showers will go on until the end "
-        "of the week, with strong winds along the coast and a chance of thunderstorms in the mountains by Thursday night."
+        "of the week, with strong winds along the coast and a chance of thunderstorms in the mountains by Thursday "
+        "night."
     ),
 )
 

@@ -73,8 +73,8 @@ def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, left, right, top_left
 
 
 @torch.library.register_fake("mha_ext::attention_bwd", lib=_lib)
-def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, left, right, top_left,
-      scale, softcap, dropout_p, rng_state, need_dbias, deterministic):  # fmt: skip
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, left, right,
+      top_left, scale, softcap, dropout_p, rng_state, need_dbias, deterministic):  # fmt: skip
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
     return *gradients, _dbias_of(bias, need_dbias, q)
 

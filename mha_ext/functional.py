@@ -86,13 +86,10 @@ def attention_arguments(
     if torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(device_type, q, k, v)
     _checks.attention_inputs(q, k, v, _ops.without_cuda)
-    _, _, Sq, D = q.shape
-    if mask is None:
-        args = masks.NO_MASK
-    else:
-        args = masks.lower(mask, q.shape[0], q.shape[1], Sq, k.shape[2], q.device)
+    (B, H, Sq, D), Sk = q.shape, k.shape[2]
+    args = masks.lower(mask, B, H, Sq, Sk, q.device)
     if bias is not None:
-        bias = _checks.bias_tensor(bias, q.dtype, q.device, q.shape[0], q.shape[1], Sq, k.shape[2])
+        bias = _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
     if scale is None:
         scale = D**-0.5 if D > 0 else 1.0
     else:
