@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "../dtype.h"
+#include "prim/math.cuh"
 
 namespace mha::cuda {
 
@@ -27,6 +28,16 @@ struct alignas(16) Pack {
   static constexpr int kSize = 16 / sizeof(T);
   T x[kSize];
 };
+
+template <class T>
+__device__ inline Pack<T> load_pack(const T* from) {
+  return __builtin_bit_cast(Pack<T>, load_global_16(from));
+}
+
+template <class T>
+__device__ inline void store_pack(T* to, const Pack<T>& pack) {
+  store_global_16(to, __builtin_bit_cast(uint4, pack));
+}
 
 // float for T of 16 and 32 bits, double for double.
 template <class T>

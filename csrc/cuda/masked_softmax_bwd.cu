@@ -56,9 +56,16 @@ __global__ void masked_softmax_bwd_kernel(const __grid_constant__ Launch p) {
   struct alignas(kPack == 1 ? sizeof(T) : 16) Values {
     T x[kPack];
   };
+  const auto read = [](const T* from) -> Values {
+    if constexpr (kPack == 1)
+      return {*from};
+    else
+      return __builtin_bit_cast(Values, load_global_16(from));
+  };
   __shared__ Acc scratch[32];
   const ScoreRow row(p, blockIdx.x);
   const Acc lse = static_cast<const Acc*>(p.lse)[blockIdx.x], keep = keep_factor<Acc>(p.dropout), scale = Acc(p.scale);
+  const bool plain = !p.bias.data && !p.dropout.rng_state && lse != -Acc(INFINITY);
   T* to = static_cast<T*>(p.dscores.data) + row.offset(p.dscores);
   const int64_t step = int64_t(blockDim.x) * kPack, start = int64_t(threadIdx.x) * kPack;
 
@@ -70,7 +77,12 @@ __global__ void masked_softmax_bwd_kernel(const __grid_constant__ Launch p) {
     }
     const T* s = static_cast<const T*>(p.scores.data) + row.offset(p.scores) + j * p.scores.stride[3];
     const T* g = static_cast<const T*>(p.dout.data) + row.offset(p.dout) + j * p.dout.stride[3];
-    const Values score = *reinterpret_cast<const Values*>(s), dout = *reinterpret_cast<const Values*>(g);
+    const Values score = read(s), dout = read(g);
+    if (kPack > 1 && plain && row.sees_all(p.mask, j, kPack)) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) x[i] = {row_exponential<T>(Acc(score.x[i]) * scale - lse), Acc(dout.x[i])};
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kPack; ++i) x[i] = pair_of(p, row, lse, keep, j + i, Acc(score.x[i]), Acc(dout.x[i]));
   };
@@ -78,7 +90,10 @@ __global__ void masked_softmax_bwd_kernel(const __grid_constant__ Launch p) {
     Values v;
 #pragma unroll
     for (int i = 0; i < kPack; ++i) v.x[i] = T(x[i].y * (x[i].g - delta) * scale);
-    *reinterpret_cast<Values*>(to + j) = v;
+    if constexpr (kPack == 1)
+      to[j] = v.x[0];
+    else
+      store_global_16(to + j, __builtin_bit_cast(uint4, v));
   };
   const auto add = [](Acc a, Acc b) { return a + b; };
   Pair<Acc> x[kHeld][kPack];

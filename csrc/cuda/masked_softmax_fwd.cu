@@ -32,32 +32,37 @@ __device__ inline void load_scores(const Launch& p, const ScoreRow& row, int64_t
   if constexpr (kSize == 1) {
     s[0] = score<T>(p, row, Acc(*from), j);
   } else {
-    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from);
+    const Pack<T> pack = load_pack(from);
+    if (!p.bias.data && row.sees_all(p.mask, j, kSize)) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) s[i] = Acc(pack.x[i]) * Acc(p.scale);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) s[i] = score<T>(p, row, Acc(pack.x[i]), j + i);
   }
 }
 
+// x: exponentials.
 template <class T, int kSize, class Acc>
-__device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64_t j, const Acc (&s)[kSize], Acc base,
-                                     Acc factor) {
+__device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64_t j, const Acc (&x)[kSize], Acc factor) {
   T* to = static_cast<T*>(p.out.data) + row.offset(p.out) + j;
   Pack<T> pack;
-  Philox4 words = {};
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    Acc w = factor == 0 ? Acc(0) : exponential(s[i] - base) * factor;
-    if (p.dropout.rng_state) {
+  for (int i = 0; i < kSize; ++i) pack.x[i] = T(factor == 0 ? Acc(0) : x[i] * factor);
+  if (p.dropout.rng_state) {
+    Philox4 words = {};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
       if (i % 4 == 0)
         words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h), uint32_t(row.i), uint32_t((j + i) / 4));
-      if (words.word[(j + i) % 4] < p.threshold) w = 0;
+      if (words.word[kSize % 4 == 0 ? i % 4 : (j + i) % 4] < p.threshold) pack.x[i] = T(Acc(0));
     }
-    pack.x[i] = T(w);
   }
   if constexpr (kSize == 1)
     *to = pack.x[0];
   else
-    *reinterpret_cast<Pack<T>*>(to) = pack;
+    store_pack(to, pack);
 }
 
 template <class T, int kSize, int kHeld>
@@ -97,13 +102,19 @@ __global__ void masked_softmax_fwd_kernel(const __grid_constant__ Launch p) {
   const Acc base = top == -Acc(INFINITY) ? Acc(0) : top;
   each([&](Acc(&x)[kSize], int64_t) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sum += exponential(x[i] - base);
+    for (int i = 0; i < kSize; ++i) sum += x[i] = row_exponential<T>(x[i] - base);
   });
   sum = block_reduce(sum, scratch, add);
   if (threadIdx.x == 0) static_cast<Acc*>(p.lse)[r] = sum == 0 ? -Acc(INFINITY) : base + logarithm(sum);
   const Acc keep = !p.dropout.rng_state ? Acc(1) : p.dropout.p >= 1 ? Acc(0) : Acc(1 / (1 - p.dropout.p));
   const Acc factor = sum == 0 ? Acc(0) : keep / sum;
-  each([&](Acc(&x)[kSize], int64_t j) { write_weights<T, kSize>(p, row, j, x, base, factor); });
+  each([&](Acc(&x)[kSize], int64_t j) {
+    if (!held) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = row_exponential<T>(x[i] - base);
+    }
+    write_weights<T, kSize>(p, row, j, x, factor);
+  });
 }
 
 template <class T, int kSize>

@@ -19,16 +19,34 @@ __device__ inline Acc block_reduce(Acc x, Acc* scratch, Op op) {
   return x;
 }
 
+// e^x for results of type T: half types need no more than the hardware's power of two (x below 100 or so in size, or of
+// no weight).
+template <class T, class Acc>
+__device__ inline Acc row_exponential(Acc x) {
+  if constexpr (sizeof(T) == 2)
+    return exp2_approx(x * 1.4426950408889634f);
+  else
+    return exponential(x);
+}
+
 // One row of a masked softmax problem.
 struct ScoreRow {
   int64_t b, h, i;
   Interval interval;
 
+  // The number of rows fits into a grid, so 32 bits will do.
   __device__ ScoreRow(const MaskedSoftmaxProblem& p, int64_t row)
-      : b(row / p.Sq / p.H), h(row / p.Sq % p.H), i(row % p.Sq), interval(row_interval(p.mask, b, i, p.Sk)) {}
+      : b(unsigned(row) / unsigned(p.Sq) / unsigned(p.H)),
+        h(unsigned(row) / unsigned(p.Sq) % unsigned(p.H)),
+        i(unsigned(row) % unsigned(p.Sq)),
+        interval(row_interval(p.mask, b, i, p.Sk)) {}
 
   __device__ bool sees(const Mask& mask, int64_t j) const {
     return j >= interval.begin && j < interval.end && visible_in_interval(mask, b, h, i, j);
+  }
+  // Whether it is plain that all of count keys from j on are seen.
+  __device__ bool sees_all(const Mask& mask, int64_t j, int count) const {
+    return j >= interval.begin && j + count <= interval.end && !mask.query_ids && !mask.dense;
   }
   __device__ int64_t offset(const Tensor4& t) const { return b * t.stride[0] + h * t.stride[1] + i * t.stride[2]; }
 };

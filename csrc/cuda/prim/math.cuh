@@ -36,7 +36,13 @@ __device__ inline uint4 load_shared_16(uint32_t address) {
   return v;
 }
 
-// Written out, as the compiler may take a 16-byte store apart.
+// Written out, as the compiler may take 16-byte accesses apart.
+__device__ inline uint4 load_global_16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
 __device__ inline void store_global_16(void* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
