@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                      all of it, in under 8 minutes on 16 cores; no network is needed
     python benchmarks/gpu.py --no-build --no-tests    only the times
 
-Needs torch >= 2.11 with CUDA, nvcc, setuptools and (for a build in minutes) ninja; pytest and hypothesis for the tests.
+Needs torch >= 2.11 with CUDA, nvcc, setuptools and (for a build in minutes) ninja; pytest, hypothesis and numpy for the tests.
 Prints one table and writes gpu.json, build.log and tests.log into --out. Ends with status 1 when the build or a test failed
 or a result was wrong.
 """
@@ -94,7 +94,7 @@ def build(log: Path, seconds: float) -> dict:
 
 
 def run_tests(log: Path, seconds: float) -> dict:
-    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("pytest", "hypothesis", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
         return {"result": f"not run: {' and '.join(missing)} missing", "ok": True, "seconds": 0.0}
     start = time.perf_counter()
