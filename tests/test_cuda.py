@@ -181,6 +181,8 @@ def test_zero_sizes(sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_heads_than_one_grid_dimension_holds(dtype):
+    if torch.cuda.get_device_name().startswith("ptxsim"):
+        pytest.skip("so many blocks take minutes in simulation")
     q, k, v = (cases.randn(cases.generator(n), 1, 65_600, 1, 2, dtype=dtype) for n in range(3))
     given = {"bias": None, "scale": 1.0, "left": None, "right": None}
     out = forward(q.cuda(), k.cuda(), v.cuda(), given)[0]
