@@ -9,8 +9,7 @@ namespace mha::cuda {
 constexpr int kMaxSplits = 32;  // a warp's lanes hold one factor each
 
 template <class T>
-__global__ void __launch_bounds__(128)
-    attention_combine(const __grid_constant__ AttentionForwardLaunch p, int head) {
+__global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ AttentionForwardLaunch p, int head) {
   const int64_t rows = p.B * p.H * p.Sq, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;

@@ -26,7 +26,8 @@ template <std::size_t kCount>
 const Instance<AttentionForwardLaunch>* find(const Instance<AttentionForwardLaunch> (&table)[kCount],
                                              const AttentionForwardLaunch& p, bool plain) {
   for (const auto& instance : table)
-    if (instance.dtype == p.dtype && std::max(p.D, p.Dv) <= instance.head && (instance.general || plain)) return &instance;
+    if (instance.dtype == p.dtype && std::max(p.D, p.Dv) <= instance.head && (instance.general || plain))
+      return &instance;
   return nullptr;
 }
 
@@ -37,10 +38,11 @@ int multiprocessors() {
   return count;
 }
 
-// In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill it,
-// each with at least 256 keys.
+// In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill
+// it, each with at least 256 keys.
 int key_splits(const AttentionForward& p, int block_rows) {
-  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows), wanted = multiprocessors() / std::max<int64_t>(blocks, 1);
+  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows),
+                wanted = multiprocessors() / std::max<int64_t>(blocks, 1);
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 

@@ -1,5 +1,4 @@
 #include "attention_fwd_simple.cuh"
-
 #include "kernels.h"
 
 namespace mha::cuda {

@@ -1,9 +1,10 @@
-// Attention forward on the ordinary cores, for what the tensor-core kernels don't take: fp32 and fp64 in full accuracy, and
-// head sizes beyond theirs. Any head size: the block's output columns are a chunk of kColumns, and each chunk works out
-// the scores anew.
+// Attention forward on the ordinary cores, for what the tensor-core kernels don't take: fp32 and fp64 in full accuracy,
+// and head sizes beyond theirs. Any head size: the block's output columns are a chunk of kColumns, and each chunk works
+// out the scores anew.
 //
 // 128 threads: thread (y, x) of 16 x 8 owns rows 4 * y .. of the query tile, and keys 4 * x .. of the key tile while it
-// handles scores, columns 4 * x + 32 * c .. of the output otherwise; so row statistics are reduced over 8 lanes and stay put.
+// handles scores, columns 4 * x + 32 * c .. of the output otherwise; so row statistics are reduced over 8 lanes and
+// stay put.
 #pragma once
 #include "element.cuh"
 #include "error.h"
@@ -45,7 +46,8 @@ __device__ inline Acc bias_at(const Problem& p, int64_t b, int64_t h, int64_t i,
 
 // Copies [kRows x kDepth] elements of a matrix, transposed, widened and filled up with zeros.
 template <int kRows, int kThreads, class T, class Acc, int kDepth, int kPitch>
-__device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from, int64_t stride, int rows, int columns) {
+__device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from, int64_t stride, int rows,
+                                       int columns) {
   for (int i = threadIdx.x; i < kRows * kDepth; i += kThreads) {
     int row = i / kDepth, d = i % kDepth;
     to[d][row] = row < rows && d < columns ? Acc(from[row * stride + d]) : Acc(0);
@@ -54,14 +56,15 @@ __device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from,
 
 // The scores of the thread's 4 x 4 pairs: -inf where hidden. Returns which are (bit 4 * r + c).
 template <class C>
-__device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C::Shared& shared, const AttentionForwardLaunch& p,
-                                     int64_t b, int64_t h, int first_row, int first_key,
-                                     const SimpleRow<typename C::Acc> (&row)[4]) {
+__device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C::Shared& shared,
+                                         const AttentionForwardLaunch& p, int64_t b, int64_t h, int first_row,
+                                         int first_key, const SimpleRow<typename C::Acc> (&row)[4]) {
   using T = typename C::T;
   using Acc = typename C::Acc;
   const int x = threadIdx.x % 8, y = threadIdx.x / 8;
   const T* q = static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1] + first_row * p.q.stride[2];
-  const T* k = static_cast<const T*>(p.k.data) + b * p.k.stride[0] + h / (p.H / p.Hk) * p.k.stride[1] + first_key * p.k.stride[2];
+  const T* k = static_cast<const T*>(p.k.data) + b * p.k.stride[0] + h / (p.H / p.Hk) * p.k.stride[1] +
+               first_key * p.k.stride[2];
 #pragma unroll
   for (int r = 0; r < 4; ++r)
 #pragma unroll
@@ -97,11 +100,13 @@ __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C:
 
 // Zeroes the weights that dropout drops, in the thread's four rows; its four keys share one Philox call.
 template <class Acc>
-__device__ inline void simple_dropout(Acc (&w)[4][4], const AttentionForwardLaunch& p, int64_t bh, int first_row, int first_key) {
+__device__ inline void simple_dropout(Acc (&w)[4][4], const AttentionForwardLaunch& p, int64_t bh, int first_row,
+                                      int first_key) {
   const DropoutKey key = dropout_key(p.dropout.rng_state);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    Philox4 words = dropout_words(key, uint32_t(bh), first_row + threadIdx.x / 8 * 4 + r, first_key / 4 + threadIdx.x % 8);
+    Philox4 words =
+        dropout_words(key, uint32_t(bh), first_row + threadIdx.x / 8 * 4 + r, first_key / 4 + threadIdx.x % 8);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (words.word[c] < p.threshold) w[r][c] = 0;
@@ -128,7 +133,8 @@ __device__ inline void simple_softmax(Acc (&s)[4][4], SimpleRow<Acc> (&row)[4], 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads) attention_fwd_simple_kernel(const __grid_constant__ AttentionForwardLaunch p) {
+__global__ void __launch_bounds__(C::kThreads)
+    attention_fwd_simple_kernel(const __grid_constant__ AttentionForwardLaunch p) {
   using T = typename C::T;
   using Acc = typename C::Acc;
   __shared__ __align__(16) typename C::Shared shared;
@@ -156,7 +162,8 @@ __global__ void __launch_bounds__(C::kThreads) attention_fwd_simple_kernel(const
   for (int w = 0; w < C::kThreads / 32; ++w) begin = min(begin, begins[w]), end = max(end, ends[w]);
 
   Acc s[4][4], o[4][C::kColumns / 8] = {};
-  const T* values = static_cast<const T*>(p.v.data) + b * p.v.stride[0] + h / (p.H / p.Hk) * p.v.stride[1] + first_column;
+  const T* values =
+      static_cast<const T*>(p.v.data) + b * p.v.stride[0] + h / (p.H / p.Hk) * p.v.stride[1] + first_column;
   for (int key = begin / C::kKeys * C::kKeys; key < end; key += C::kKeys) {
     const uint32_t hidden = simple_scores<C>(s, shared, p, b, h, first_row, key, row);
     simple_softmax(s, row, o);
@@ -168,7 +175,8 @@ __global__ void __launch_bounds__(C::kThreads) attention_fwd_simple_kernel(const
       for (int r = 0; r < 4; ++r) shared.weight[4 * x + c][4 * y + r] = hidden >> (4 * r + c) & 1 ? Acc(-1) : s[r][c];
     for (int i = threadIdx.x; i < C::kKeys * C::kColumns; i += C::kThreads) {
       const int j = i / C::kColumns, c = i % C::kColumns;
-      shared.value[j][c] = key + j < Sk && first_column + c < p.Dv ? Acc(values[(key + j) * p.v.stride[2] + c]) : Acc(0);
+      shared.value[j][c] =
+          key + j < Sk && first_column + c < p.Dv ? Acc(values[(key + j) * p.v.stride[2] + c]) : Acc(0);
     }
     __syncthreads();
     for (int j = 0; j < C::kKeys; ++j)
@@ -189,12 +197,14 @@ __global__ void __launch_bounds__(C::kThreads) attention_fwd_simple_kernel(const
     for (int d = 1; d < 8; d *= 2) row[r].sum += __shfl_xor_sync(~0u, row[r].sum, d);
     if (i >= Sq) continue;
     if (x == 0 && first_column == 0) {
-      const ExactSum<Acc> log = row[r].sum == 0 ? ExactSum<Acc>{-INFINITY, 0} : exact_sum(row[r].max, logarithm(row[r].sum));
+      const ExactSum<Acc> log =
+          row[r].sum == 0 ? ExactSum<Acc>{-INFINITY, 0} : exact_sum(row[r].max, logarithm(row[r].sum));
       static_cast<Acc*>(p.lse)[bh * Sq + i] = log.value;
       if (p.lse_rest) static_cast<Acc*>(p.lse_rest)[bh * Sq + i] = log.rest;
     }
     const Acc factor = row[r].sum == 0 ? Acc(0) : keep / row[r].sum;
-    T* out = static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2] + first_column;
+    T* out =
+        static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2] + first_column;
 #pragma unroll
     for (int c = 0; c < C::kColumns / 8; ++c) {
       const int column = c / 4 * 32 + 4 * x + c % 4;

@@ -1,10 +1,10 @@
-// Attention forward on tensor cores (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and bf16, head sizes up to
-// kHead (smaller ones are filled up with zeros).
+// Attention forward on tensor cores (mma.sync m16n8k16; compute capability 8.0 and later), fp16 and bf16, head sizes up
+// to kHead (smaller ones are filled up with zeros).
 //
 // A block of four warps takes kBlockM query rows of one head and walks over tiles of kBlockN keys, double-buffered by
-// cp.async with one barrier per tile. A warp owns 16 * kMt rows and works in steps of kStep keys, each with S = Q K^T, the
-// online softmax and O += P V in registers; it skips steps that its rows don't see, and tests masks only in steps that
-// they see in part.
+// cp.async with one barrier per tile. A warp owns 16 * kMt rows and works in steps of kStep keys, each with S = Q K^T,
+// the online softmax and O += P V in registers; it skips steps that its rows don't see, and tests masks only in steps
+// that they see in part.
 //
 // The running maximum of a row is raised only when a score exceeds it by kSlack (in powers of two): then p stays below
 // 2^kSlack, and most steps rescale nothing. The decision looks at one row alone, so a row's result does not depend on
@@ -119,7 +119,8 @@ __device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<
 
 // O += P V for one step.
 template <class T, class C, class Tile>
-__device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (&p)[C::kMt][C::kNt][4], uint32_t v_lane) {
+__device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (&p)[C::kMt][C::kNt][4],
+                                    uint32_t v_lane) {
   unroll<C::kNt / 2>([&](auto n) {
     uint32_t a[C::kMt][4];
 #pragma unroll
@@ -141,12 +142,14 @@ __device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (
 
 // The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
 template <class T, class C, class Tile>
-__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, unsigned b, unsigned h, unsigned split,
-                                 int first_row, uint32_t staging, unsigned lane) {
+__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, unsigned b, unsigned h,
+                                 unsigned split, int first_row, uint32_t staging, unsigned lane) {
   const int64_t first = ((p.splits > 1 ? split * p.B + b : int64_t(b)) * p.H + h) * p.Sq;
   float* partial = p.splits > 1 ? p.partial_out + first * C::kHead : nullptr;
   float* lse = (p.splits > 1 ? p.partial_lse : static_cast<float*>(p.lse)) + first;
-  float* lse_rest = p.splits > 1 ? p.partial_rest + first : p.lse_rest ? static_cast<float*>(p.lse_rest) + first : nullptr;
+  float* lse_rest = p.splits > 1 ? p.partial_rest + first
+                    : p.lse_rest ? static_cast<float*>(p.lse_rest) + first
+                                 : nullptr;
 #pragma unroll
   for (int m = 0; m < C::kMt; ++m)
 #pragma unroll
@@ -170,7 +173,7 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
         unroll<C::kOt>([&](auto n) {
           constexpr int kMoved = n & Tile::kSwizzle;  // by exclusive or; the rest of the address is an immediate
           store_shared_4<(n - kMoved) << 4>((to ^ kMoved << 4) + (16 * m + 8 * half) * Tile::kRowBytes,
-                                           pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
+                                            pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
         });
       } else if (row < p.Sq) {
         float2* to = reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead) + lane % 4;
@@ -218,16 +221,21 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int Sq = int(p.Sq), Sk = int(p.Sk);
   // Late query tiles first: under a causal mask they have the most to do.
-  const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles), query_tile = p.query_tiles - 1 - blockIdx.x % p.query_tiles;
+  const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles),
+                 query_tile = p.query_tiles - 1 - blockIdx.x % p.query_tiles;
   const unsigned bh = rest / p.splits, split = rest % p.splits, b = bh / H, h = bh % H, hk = h / (H / unsigned(p.Hk));
   const int block_row = query_tile * C::kBlockM;
 
   const uint32_t stages = shared_address(shared);
   const uint32_t query_tile_at = stages + (C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
-  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
-  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
-  const Matrix<T> values = {static_cast<const T*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1], p.v.stride[2], Sk, int(p.Dv)};
-  typename Tile::template Loader<C::kBlockM>(query, block_row, thread).load(!C::kGeneral || p.aligned_q, query_tile_at, Sq - block_row);
+  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq,
+                           int(p.D)};
+  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk,
+                          int(p.D)};
+  const Matrix<T> values = {static_cast<const T*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1], p.v.stride[2], Sk,
+                            int(p.Dv)};
+  typename Tile::template Loader<C::kBlockM>(query, block_row, thread)
+      .load(!C::kGeneral || p.aligned_q, query_tile_at, Sq - block_row);
   cp_async_commit();
   warp_span<C::kRows>(p.mask, b, block_row + warp * C::kRows, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
   __syncthreads();
@@ -242,7 +250,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const Span &own = spans[warp], &all = spans[C::kWarps];
   int tile = place.tile;
   const int& tile_end = place.tile_end;
-  typename Tile::template Loader<C::kBlockN> key_loader(keys, tile * C::kBlockN, thread), value_loader(values, tile * C::kBlockN, thread);
+  typename Tile::template Loader<C::kBlockN> key_loader(keys, tile * C::kBlockN, thread),
+      value_loader(values, tile * C::kBlockN, thread);
   auto load_keys_and_values = [&](int tile, uint32_t stage) {
     key_loader.load(!C::kGeneral || p.aligned_k, stage, Sk - tile * C::kBlockN);
     value_loader.load(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, Sk - tile * C::kBlockN);
@@ -313,7 +322,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       softmax_step<C>(s, state, scale);
       if constexpr (C::kGeneral)
         if (p.dropout.rng_state)
-          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.b * H + place.h, at, lane), 0.0f);
+          hide(
+              s,
+              kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.b * H + place.h, at, lane),
+              0.0f);
       weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
       if (!C::kGeneral && nonfinite) visible = visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);
       if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
@@ -322,7 +334,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
   cp_async_wait<0>();
   __syncthreads();
-  write_out<T, C, Tile>(p, state, place.b, place.h, place.split, place.row + warp * C::kRows, stages + warp * C::kRows * Tile::kRowBytes, lane);
+  write_out<T, C, Tile>(p, state, place.b, place.h, place.split, place.row + warp * C::kRows,
+                        stages + warp * C::kRows * Tile::kRowBytes, lane);
 }
 
 template <class T, class C>

@@ -16,14 +16,18 @@ __global__ void __launch_bounds__(C::kThreads)
   const int Sq = int(p.Sq), Sk = int(p.Sk), key_tiles = (Sk + C::kBlockN - 1) / C::kBlockN;
   const int tile = blockIdx.x % key_tiles;
   const int query_tile = blockIdx.x / key_tiles % p.query_tiles;
-  const unsigned H = unsigned(p.H), bh = blockIdx.x / key_tiles / p.query_tiles, b = bh / H, h = bh % H, hk = h / (H / unsigned(p.Hk));
+  const unsigned H = unsigned(p.H), bh = blockIdx.x / key_tiles / p.query_tiles, b = bh / H, h = bh % H,
+                 hk = h / (H / unsigned(p.Hk));
   const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
 
   const uint32_t keys_at = shared_address(shared), query_at = keys_at + C::kTileBytes;
-  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq, int(p.D)};
-  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk, int(p.D)};
+  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq,
+                           int(p.D)};
+  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk,
+                          int(p.D)};
   typename Tile::template Loader<C::kBlockM>(query, block_row, thread).load(p.aligned_q, query_at, Sq - block_row);
-  typename Tile::template Loader<C::kBlockN>(keys, tile * C::kBlockN, thread).load(p.aligned_k, keys_at, Sk - tile * C::kBlockN);
+  typename Tile::template Loader<C::kBlockN>(keys, tile * C::kBlockN, thread)
+      .load(p.aligned_k, keys_at, Sk - tile * C::kBlockN);
   cp_async_commit();
   warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
   cp_async_wait<0>();

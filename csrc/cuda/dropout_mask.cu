@@ -9,7 +9,8 @@ __global__ void dropout_mask_kernel(const __grid_constant__ DropoutMask p, uint3
   const int64_t quads = (p.Sk + 3) / 4, n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (n >= p.B * p.H * p.Sq * quads) return;
   const int64_t row = n / quads, quad = n - row * quads, bh = row / p.Sq;
-  const Philox4 words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(bh), uint32_t(row - bh * p.Sq), uint32_t(quad));
+  const Philox4 words =
+      dropout_words(dropout_key(p.dropout.rng_state), uint32_t(bh), uint32_t(row - bh * p.Sq), uint32_t(quad));
   uint8_t* to = p.out + row * p.Sk + 4 * quad;
   uchar4 kept;
   kept.x = p.dropout.p < 1 && words.word[0] >= threshold;
@@ -31,7 +32,8 @@ __global__ void dropout_mask_kernel(const __grid_constant__ DropoutMask p, uint3
 void dropout_mask(const DropoutMask& p, cudaStream_t stream) {
   const int64_t threads = p.B * p.H * p.Sq * ((p.Sk + 3) / 4);
   if (threads == 0) return;
-  dropout_mask_kernel<<<grid_size((threads + 255) / 256, "dropout_mask"), 256, 0, stream>>>(p, dropout_threshold(p.dropout.p));
+  dropout_mask_kernel<<<grid_size((threads + 255) / 256, "dropout_mask"), 256, 0, stream>>>(
+      p, dropout_threshold(p.dropout.p));
   check(cudaGetLastError(), "dropout_mask");
 }
 

@@ -9,7 +9,8 @@ namespace mha::cuda {
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+    throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error) + " (" +
+                             cudaGetErrorName(error) + ")");
 }
 
 // The number of blocks as grid.x takes it (up to 2^31 - 1).

@@ -1,5 +1,5 @@
-// Logsumexps with what rounding took from them. Beside a score of -1e9 the logarithm of a sum is below the last bit of an
-// fp32 number, so that exp(score - lse) would be off by a factor.
+// Logsumexps with what rounding took from them. Beside a score of -1e9 the logarithm of a sum is below the last bit of
+// an fp32 number, so that exp(score - lse) would be off by a factor.
 #pragma once
 #include "prim/math.cuh"
 

@@ -1,7 +1,7 @@
 // What is done to score tiles in the registers of mma accumulators: mask, bias, softcap, dropout.
 //
-// A warp's scores are s[kMt][kNt][4]: lane l, with g = l / 4 and t = l % 4, holds in s[m][n][2 * half + e] the score of row
-// 16 * m + 8 * half + g and key 8 * n + 2 * t + e. Bit fragment_bit(m, n, half, e) of a word of bits speaks of it.
+// A warp's scores are s[kMt][kNt][4]: lane l, with g = l / 4 and t = l % 4, holds in s[m][n][2 * half + e] the score of
+// row 16 * m + 8 * half + g and key 8 * n + 2 * t + e. Bit fragment_bit(m, n, half, e) of a word of bits speaks of it.
 #pragma once
 #include "launch.h"
 #include "prim/math.cuh"
@@ -17,7 +17,7 @@ __device__ constexpr int fragment_bit(int m, int n, int half, int e) {
 // Where a warp's score tile is.
 struct FragmentPlace {
   unsigned b, h;
-  int row, key;       // of the tile's first element
+  int row, key;            // of the tile's first element
   const RowRange* ranges;  // of the tile's rows
 };
 
@@ -77,7 +77,8 @@ __device__ inline void hide_outside(float (&s)[kMt][kNt][4], const FragmentPlace
 }
 
 // Adds the NaN and Inf that TileSm80::take_specials took out of a value tile to the outputs o[kMt][kOt][4] (laid out as
-// scores, with columns for keys) of those rows that see their key. A product with weight 0 would put them into every row.
+// scores, with columns for keys) of those rows that see their key. A product with weight 0 would put them into every
+// row.
 template <int kMt, int kNt, int kOt>
 __device__ inline void add_specials(float (&o)[kMt][kOt][4], uint32_t visible, const uint16_t* specials, int lane,
                                     int stride = kOt) {
@@ -130,7 +131,8 @@ __device__ inline void add_bias(float (&s)[kMt][kNt][4], const Tensor4& bias, co
 
 // Raw products q.k become scores in powers of two: log2(e) * (softcap(scale * s) + bias).
 template <class T, int kMt, int kNt, class Problem>
-__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, unsigned lane) {
+__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at,
+                                        unsigned lane) {
   constexpr float kLog2e = 1.4426950408889634f;
   const float inverse = p.softcap_scale;
 #pragma unroll
@@ -146,8 +148,8 @@ __device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& 
     add_bias<T>(s, p.bias, at, int(p.Sq), int(p.Sk), kLog2e, lane);
 }
 
-// The weights that dropout keeps. One Philox call decides four neighbouring keys of a row, which two lanes share: the even
-// one makes the words of row g, the odd one those of row g + 8, and they trade.
+// The weights that dropout keeps. One Philox call decides four neighbouring keys of a row, which two lanes share: the
+// even one makes the words of row g, the odd one those of row g + 8, and they trade.
 template <int kMt, int kNt>
 __device__ inline uint32_t kept_bits(DropoutKey key, uint32_t threshold, uint32_t batch_head, const FragmentPlace& at,
                                      unsigned lane) {

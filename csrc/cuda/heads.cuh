@@ -1,5 +1,5 @@
-// Moving heads: what split_heads and merge_heads share. A block takes some rows of one (batch, head), a thread packs of 16
-// bytes (or elements, where rows don't allow packs) of them; so there is one 32-bit division per pack.
+// Moving heads: what split_heads and merge_heads share. A block takes some rows of one (batch, head), a thread packs of
+// 16 bytes (or elements, where rows don't allow packs) of them; so there is one 32-bit division per pack.
 #pragma once
 #include "element.cuh"
 #include "error.h"

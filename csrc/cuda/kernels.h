@@ -1,6 +1,6 @@
-// The CUDA kernels as the torch layer sees them: functions on the contract structs, and the table of what they are built
-// from (inst/instances.h, written by generate_instances.py). Every function runs on the current device, is asynchronous
-// in its stream, allocates nothing, and throws std::runtime_error naming the kernel when a launch fails.
+// The CUDA kernels as the torch layer sees them: functions on the contract structs, and the table of what they are
+// built from (inst/instances.h, written by generate_instances.py). Every function runs on the current device, is
+// asynchronous in its stream, allocates nothing, and throws std::runtime_error naming the kernel when a launch fails.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -20,8 +20,8 @@ struct Instance {
   void (*launch)(const Launch&, cudaStream_t);
 };
 
-// workspace: at least *_workspace(problem) bytes on the device, 256-byte aligned, uninitialised. The answer depends on the
-// current device (how many blocks fill it).
+// workspace: at least *_workspace(problem) bytes on the device, 256-byte aligned, uninitialised. The answer depends on
+// the current device (how many blocks fill it).
 std::size_t attention_fwd_workspace(const AttentionForward& p);
 void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream);
 

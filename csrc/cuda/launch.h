@@ -4,12 +4,12 @@
 
 namespace mha::cuda {
 
-struct Numbers {  // the problem's doubles as the kernels use them
-  float scale_log2 = 1;        // scale * log2(e)
-  float cap = 0;               // softcap
-  float softcap_scale = 0;     // scale / softcap
-  float keep_scale = 1;        // 1 / (1 - p); 0 when p is 1
-  uint32_t threshold = 0;      // dropout keeps words from here on
+struct Numbers {            // the problem's doubles as the kernels use them
+  float scale_log2 = 1;     // scale * log2(e)
+  float cap = 0;            // softcap
+  float softcap_scale = 0;  // scale / softcap
+  float keep_scale = 1;     // 1 / (1 - p); 0 when p is 1
+  uint32_t threshold = 0;   // dropout keeps words from here on
 };
 
 inline Numbers numbers(double scale, double softcap, const Dropout& dropout) {
@@ -34,9 +34,9 @@ inline bool aligned_16(const Tensor4& t, std::size_t element) {
 struct AttentionForwardLaunch : AttentionForward, Numbers {
   bool aligned_q = false, aligned_k = false, aligned_v = false, aligned_out = false;  // rows at multiples of 16 bytes
   int query_tiles = 1;
-  int splits = 1;                // over keys, merged afterwards
-  float* partial_out = nullptr;  // [splits,B,H,Sq,head size of the instance]
-  float* partial_lse = nullptr;  // [splits,B,H,Sq]
+  int splits = 1;                 // over keys, merged afterwards
+  float* partial_out = nullptr;   // [splits,B,H,Sq,head size of the instance]
+  float* partial_lse = nullptr;   // [splits,B,H,Sq]
   float* partial_rest = nullptr;  // likewise, for lse_rest
 };
 

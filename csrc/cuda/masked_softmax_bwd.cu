@@ -16,12 +16,14 @@ struct Pair {
 };
 
 template <class Acc>
-__device__ inline Pair<Acc> pair_of(const Launch& p, const ScoreRow& row, Acc lse, Acc keep, int64_t j, Acc score, Acc g) {
+__device__ inline Pair<Acc> pair_of(const Launch& p, const ScoreRow& row, Acc lse, Acc keep, int64_t j, Acc score,
+                                    Acc g) {
   if (lse == -Acc(INFINITY) || !row.sees(p.mask, j)) return {0, 0};
   Acc s = score * Acc(p.scale);
   if (p.bias.data) s += element<Acc>(p.bias.data, p.bias_dtype, row.offset(p.bias) + j * p.bias.stride[3]);
   if (p.dropout.rng_state) {
-    const Philox4 words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h), uint32_t(row.i), uint32_t(j / 4));
+    const Philox4 words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h),
+                                        uint32_t(row.i), uint32_t(j / 4));
     g = words.word[j % 4] >= p.threshold ? g * keep : Acc(0);
   }
   return {exponential(s - lse), g};
@@ -29,7 +31,8 @@ __device__ inline Pair<Acc> pair_of(const Launch& p, const ScoreRow& row, Acc ls
 
 template <class T, class Acc>
 __device__ inline Pair<Acc> pair_at(const Launch& p, const ScoreRow& row, Acc lse, Acc keep, int64_t j) {
-  return pair_of(p, row, lse, keep, j, Acc(static_cast<const T*>(p.scores.data)[row.offset(p.scores) + j * p.scores.stride[3]]),
+  return pair_of(p, row, lse, keep, j,
+                 Acc(static_cast<const T*>(p.scores.data)[row.offset(p.scores) + j * p.scores.stride[3]]),
                  Acc(static_cast<const T*>(p.dout.data)[row.offset(p.dout) + j * p.dout.stride[3]]));
 }
 
@@ -124,8 +127,8 @@ __global__ void masked_softmax_bwd_kernel(const __grid_constant__ Launch p) {
   }
 }
 
-// The gradient of the bias. dscores of every row is worked out anew (a broadcast bias is small beside the scores), and each
-// element of dbias is summed by one block in the order of its rows.
+// The gradient of the bias. dscores of every row is worked out anew (a broadcast bias is small beside the scores), and
+// each element of dbias is summed by one block in the order of its rows.
 //
 // A block takes one (b, h, i) of dbias, standing for all rows that bias broadcasts it over.
 template <class T>
@@ -163,8 +166,8 @@ void masked_softmax_bwd(const MaskedSoftmaxBackward& problem, cudaStream_t strea
   static_cast<MaskedSoftmaxBackward&>(p) = problem;
   static_cast<Numbers&>(p) = numbers(p.scale, 0, p.dropout);
   const std::size_t size = size_of(p.dtype);
-  const bool packs = p.scores.stride[3] == 1 && p.dout.stride[3] == 1 && p.Sk * size % 16 == 0 && aligned_16(p.scores, size) &&
-                     aligned_16(p.dout, size) && aligned_16(p.dscores, size);
+  const bool packs = p.scores.stride[3] == 1 && p.dout.stride[3] == 1 && p.Sk * size % 16 == 0 &&
+                     aligned_16(p.scores, size) && aligned_16(p.dout, size) && aligned_16(p.dscores, size);
   with_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     constexpr int kPack = Pack<T>::kSize;
@@ -182,7 +185,8 @@ void masked_softmax_bwd(const MaskedSoftmaxBackward& problem, cudaStream_t strea
     const int threads = threads_for(8);
     if (!p.dbias.data) return;
     const int64_t nb = p.dbias.stride[0] ? p.B : 1, nh = p.dbias.stride[1] ? p.H : 1, nq = p.dbias.stride[2] ? p.Sq : 1;
-    masked_softmax_dbias_kernel<T><<<grid_size(nb * nh * nq, "masked_softmax_dbias"), threads, 0, stream>>>(p, nb, nh, nq);
+    masked_softmax_dbias_kernel<T>
+        <<<grid_size(nb * nh * nq, "masked_softmax_dbias"), threads, 0, stream>>>(p, nb, nh, nq);
     check(cudaGetLastError(), "masked_softmax_dbias");
   });
 }

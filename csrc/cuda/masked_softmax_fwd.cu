@@ -1,5 +1,5 @@
-// Masked softmax over the last dimension: one block per row. A row of up to kHeld elements per thread stays in registers,
-// so that scores are read once; a longer one is read twice more.
+// Masked softmax over the last dimension: one block per row. A row of up to kHeld elements per thread stays in
+// registers, so that scores are read once; a longer one is read twice more.
 #include "error.h"
 #include "kernels.h"
 #include "row_mask.cuh"
@@ -45,7 +45,8 @@ __device__ inline void load_scores(const Launch& p, const ScoreRow& row, int64_t
 
 // x: exponentials.
 template <class T, int kSize, class Acc>
-__device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64_t j, const Acc (&x)[kSize], Acc factor) {
+__device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64_t j, const Acc (&x)[kSize],
+                                     Acc factor) {
   T* to = static_cast<T*>(p.out.data) + row.offset(p.out) + j;
   Pack<T> pack;
 #pragma unroll
@@ -55,7 +56,8 @@ __device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       if (i % 4 == 0)
-        words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h), uint32_t(row.i), uint32_t((j + i) / 4));
+        words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h), uint32_t(row.i),
+                              uint32_t((j + i) / 4));
       if (words.word[kSize % 4 == 0 ? i % 4 : (j + i) % 4] < p.threshold) pack.x[i] = T(Acc(0));
     }
   }

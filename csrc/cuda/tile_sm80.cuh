@@ -1,8 +1,8 @@
 // Tiles of 16-bit elements in shared memory: rows of kHead elements, moved in from global memory by a whole block of
 // threads, read by ldmatrix.
 //
-// A row is a series of 16-byte chunks. Chunk c of row r is stored at chunk position c ^ (r % 8) (or, where a row is not a
-// multiple of 128 bytes, c ^ (r / 2 % 4)), so that the eight rows which ldmatrix reads at once, and the rows that
+// A row is a series of 16-byte chunks. Chunk c of row r is stored at chunk position c ^ (r % 8) (or, where a row is not
+// a multiple of 128 bytes, c ^ (r / 2 % 4)), so that the eight rows which ldmatrix reads at once, and the rows that
 // neighbouring threads write, lie in different banks.
 #pragma once
 #include "prim/convert.cuh"
@@ -36,7 +36,9 @@ struct TileSm80 {
   static constexpr int kChunksPerLane = kHead / 8 / kLanes;
 
   __device__ static uint32_t swizzle(uint32_t row) { return kSwizzle == 7 ? row & 7 : (row >> 1) & 3; }
-  __device__ static uint32_t offset(uint32_t row, uint32_t chunk) { return row * kRowBytes + ((chunk ^ swizzle(row)) << 4); }
+  __device__ static uint32_t offset(uint32_t row, uint32_t chunk) {
+    return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
+  }
 
   // Where a lane's chunk of the 16-column step `step` is, given the address of its chunk of step 0. The tile is aligned
   // to 128 bytes, so the swizzled bits change by exclusive or and the rest by addition (an immediate).
@@ -49,7 +51,8 @@ struct TileSm80 {
   __device__ static uint32_t lane_a(unsigned lane) { return offset(lane % 16, lane / 16); }
   // As operand B with the rows as B's columns (S = Q K^T: 16 keys): registers b0, b1 of rows 0-7, then of rows 8-15.
   __device__ static uint32_t lane_b(unsigned lane) { return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
-  // As operand B, transposed on the way (O = P V: 16 keys): b0, b1 of columns 0-7, then of columns 8-15. Same as lane_a.
+  // As operand B, transposed on the way (O = P V: 16 keys): b0, b1 of columns 0-7, then of columns 8-15. Same as
+  // lane_a.
 
   // A thread's part in loading consecutive tiles of kRows rows.
   template <int kRows>
@@ -64,8 +67,8 @@ struct TileSm80 {
           columns_left_(m.columns - thread % kLanes * 8),
           row_(thread / kLanes) {}
 
-    // Brings the next kRows rows into the tile, zeros beyond the matrix (rows_left from here): by cp.async (whose group is the caller's to
-    // commit) or, where rows don't start at multiples of 16 bytes, element by element.
+    // Brings the next kRows rows into the tile, zeros beyond the matrix (rows_left from here): by cp.async (whose group
+    // is the caller's to commit) or, where rows don't start at multiples of 16 bytes, element by element.
     __device__ void load(bool aligned, uint32_t tile, int rows_left) {
       if (!aligned)
         load_any(tile, rows_left);
@@ -129,14 +132,15 @@ struct TileSm80 {
     return is_nonfinite(sum);
   }
 
-  // Replaces NaN and Inf by zeros in this thread's chunks. specials[row * (kHead / 8) + chunk] remembers them: bit i for
-  // +Inf or NaN in the chunk's element i, bit 8 + i for -Inf or NaN.
+  // Replaces NaN and Inf by zeros in this thread's chunks. specials[row * (kHead / 8) + chunk] remembers them: bit i
+  // for +Inf or NaN in the chunk's element i, bit 8 + i for -Inf or NaN.
   template <int kRows>
   __device__ static void take_specials(uint32_t tile, uint16_t* specials, unsigned thread) {
     constexpr uint32_t e = Half16<T>::exponent;
 #pragma unroll 1
     for (int i = 0; i < kRows / kRowsPerPass * kChunksPerLane; ++i) {
-      unsigned row = thread / kLanes + i / kChunksPerLane * kRowsPerPass, chunk = thread % kLanes + i % kChunksPerLane * kLanes;
+      unsigned row = thread / kLanes + i / kChunksPerLane * kRowsPerPass,
+               chunk = thread % kLanes + i % kChunksPerLane * kLanes;
       uint4 v = load_shared_16(tile + offset(row, chunk));
       uint32_t word[4] = {v.x, v.y, v.z, v.w}, bits = 0;
 #pragma unroll

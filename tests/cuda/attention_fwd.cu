@@ -18,9 +18,9 @@ struct Case {
   bool has(char c) const { return features.find(c) != std::string::npos; }
 };
 
-// c causal bottom-right, w window, e ends (padding), b begins per row, d documents, m dense mask, B bias fp32, h bias of
-// the dtype broadcast over heads, s softcap, r dropout, W weights, u unaligned rows, t [B,S,H,D] layout, n NaN in what is
-// hidden, x negative scale, l large scores
+// c causal bottom-right, w window, e ends (padding), b begins per row, d documents, m dense mask, B bias fp32, h bias
+// of the dtype broadcast over heads, s softcap, r dropout, W weights, u unaligned rows, t [B,S,H,D] layout, n NaN in
+// what is hidden, x negative scale, l large scores
 const Case kCases[] = {
     {"plain 64", DType::bf16, 1, 1, 1, 128, 64, 64, 64, ""},
     {"plain 64 ragged", DType::f16, 2, 2, 1, 97, 131, 64, 64, "t"},
@@ -139,8 +139,10 @@ bool run(const Case& c) {
   naive::attention_fwd(wide);
   double out = compare(p.out, wide.out, c.dtype, c.dtype, c.B, c.H, c.Sq, c.Dv, 3 * unit(c.dtype));
   Tensor4 lse = {p.lse, {c.H * c.Sq, c.Sq, 1, 0}}, want = {wide.lse, {c.H * c.Sq, c.Sq, 1, 0}};
-  double lse_error = compare(lse, want, acc, acc, c.B, c.H, c.Sq, 1, c.dtype == DType::f64 ? 1e-14 : 1e-6 * (c.has('l') ? 10 : 2));
-  double weights = c.has('W') ? compare(p.weights, wide.weights, c.dtype, c.dtype, c.B, c.H, c.Sq, c.Sk, 3 * unit(c.dtype)) : 0;
+  double lse_error =
+      compare(lse, want, acc, acc, c.B, c.H, c.Sq, 1, c.dtype == DType::f64 ? 1e-14 : 1e-6 * (c.has('l') ? 10 : 2));
+  double weights =
+      c.has('W') ? compare(p.weights, wide.weights, c.dtype, c.dtype, c.B, c.H, c.Sq, c.Sk, 3 * unit(c.dtype)) : 0;
   bool ok = out <= 1 && lse_error <= 1 && weights <= 1;
   std::printf("%-4s %-24s %-36s out %.2g lse %.2g weights %.2g (of what is allowed)\n", ok ? "ok" : "FAIL", c.name,
               mha::cuda::attention_fwd_kernel(p), out, lse_error, weights);
@@ -152,7 +154,9 @@ bool run(const Case& c) {
 
 int main(int argc, char** argv) {
   const int count = sizeof(kCases) / sizeof(kCases[0]);
-  const int first = argc > 1 ? std::atoi(argv[1]) : 0, last = argc > 2 ? std::atoi(argv[2]) : argc > 1 ? first : count - 1;
+  const int first = argc > 1 ? std::atoi(argv[1]) : 0, last = argc > 2   ? std::atoi(argv[2])
+                                                              : argc > 1 ? first
+                                                                         : count - 1;
   int failed = 0, passed = 0;
   for (int i = first; i <= last; ++i) try {
       ++(run(kCases[i]) ? passed : failed);

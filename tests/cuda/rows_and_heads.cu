@@ -1,4 +1,5 @@
-// Masked softmax (forward, backward), split and merge of heads and the dropout mask against the fp64 oracle, without torch.
+// Masked softmax (forward, backward), split and merge of heads and the dropout mask against the fp64 oracle, without
+// torch.
 #include "../../csrc/cuda/kernels.h"
 #include "tools.h"
 
@@ -21,7 +22,8 @@ int64_t* rng() {
   return x;
 }
 
-// features: c causal, m dense mask, B bias, b bias broadcast over all but keys, q bias broadcast over keys, r dropout, s strided
+// features: c causal, m dense mask, B bias, b bias broadcast over all but keys, q bias broadcast over keys, r dropout,
+// s strided
 void softmax(const char* name, DType type, int64_t B, int64_t H, int64_t Sq, int64_t Sk, const char* features) {
   auto has = [&](char c) { return strchr(features, c) != nullptr; };
   mha::MaskedSoftmaxProblem p;
@@ -85,7 +87,8 @@ void softmax(const char* name, DType type, int64_t B, int64_t H, int64_t Sq, int
   naive::masked_softmax_bwd(e);
   report("  dscores", type, compare(d.dscores, e.dscores, type, type, B, H, Sq, Sk, 4 * unit(type)));
   if (bias) {
-    const int64_t nb = d.dbias.stride[0] ? B : 1, nh = d.dbias.stride[1] ? H : 1, nq = d.dbias.stride[2] ? Sq : 1, nk = d.dbias.stride[3] ? Sk : 1;
+    const int64_t nb = d.dbias.stride[0] ? B : 1, nh = d.dbias.stride[1] ? H : 1, nq = d.dbias.stride[2] ? Sq : 1,
+                  nk = d.dbias.stride[3] ? Sk : 1;
     report("  dbias", type, compare(d.dbias, e.dbias, acc, acc, nb, nh, nq, nk, 50 * unit(acc)));
   }
 }
@@ -101,7 +104,8 @@ void heads(const char* name, DType type, int64_t B, int64_t H, int64_t S, int64_
   mha::cuda::split_heads(s, nullptr);
   check(cudaDeviceSynchronize(), name);
   naive::split_heads(t);
-  report((std::string("split ") + name).c_str(), type, compare(s.out, t.out, type, type, B, H, S, D, extra ? unit(type) : 1e-30));
+  report((std::string("split ") + name).c_str(), type,
+         compare(s.out, t.out, type, type, B, H, S, D, extra ? unit(type) : 1e-30));
 
   mha::MergeHeads m;
   m.B = B, m.H = H, m.S = S, m.D = D, m.dtype = type;
@@ -113,7 +117,8 @@ void heads(const char* name, DType type, int64_t B, int64_t H, int64_t S, int64_
   mha::cuda::merge_heads(m, nullptr);
   check(cudaDeviceSynchronize(), name);
   naive::merge_heads(n);
-  report((std::string("merge ") + name).c_str(), type, compare(m.out, n.out, type, type, B, H, S, D, extra ? 8 * unit(type) : 1e-30));
+  report((std::string("merge ") + name).c_str(), type,
+         compare(m.out, n.out, type, type, B, H, S, D, extra ? 8 * unit(type) : 1e-30));
 }
 
 void dropout(double p, int64_t Sk) {

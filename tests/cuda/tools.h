@@ -1,5 +1,5 @@
-// What the tests of CUDA kernels without torch share: managed memory that the oracle reads too, tensors in NaN-filled buffers,
-// comparison.
+// What the tests of CUDA kernels without torch share: managed memory that the oracle reads too, tensors in NaN-filled
+// buffers, comparison.
 #pragma once
 #include <cstdio>
 #include <cstring>
@@ -28,7 +28,8 @@ inline void* allocate(std::size_t bytes) {
 }
 
 // order: memory order of the axes. With odd_gap, rows don't start at multiples of 16 bytes.
-inline Tensor4 tensor(DType type, int64_t n0, int64_t n1, int64_t n2, int64_t n3, bool heads_inside, int64_t gap, double size) {
+inline Tensor4 tensor(DType type, int64_t n0, int64_t n1, int64_t n2, int64_t n3, bool heads_inside, int64_t gap,
+                      double size) {
   Tensor4 t;
   const int64_t n[4] = {n0, n1, n2, n3};
   const int order[4] = {0, heads_inside ? 2 : 1, heads_inside ? 1 : 2, 3};
@@ -45,11 +46,14 @@ inline Tensor4 tensor(DType type, int64_t n0, int64_t n1, int64_t n2, int64_t n3
   return t;
 }
 
-inline double unit(DType t) { return t == DType::f64 ? 1e-15 : t == DType::f32 ? 2e-7 : t == DType::bf16 ? 1.0 / 256 : 1.0 / 2048; }
+inline double unit(DType t) {
+  return t == DType::f64 ? 1e-15 : t == DType::f32 ? 2e-7 : t == DType::bf16 ? 1.0 / 256 : 1.0 / 2048;
+}
 
-// The largest |got - want| / allowed; allowed is relative to both the element and 1. A mismatch of NaN or Inf is infinite.
-inline double compare(const Tensor4& got, const Tensor4& want, DType type, DType want_type, int64_t n0, int64_t n1, int64_t n2,
-               int64_t n3, double relative) {
+// The largest |got - want| / allowed; allowed is relative to both the element and 1. A mismatch of NaN or Inf is
+// infinite.
+inline double compare(const Tensor4& got, const Tensor4& want, DType type, DType want_type, int64_t n0, int64_t n1,
+                      int64_t n2, int64_t n3, double relative) {
   naive::Array4 x = naive::read(got, type, n0, n1, n2, n3), y = naive::read(want, want_type, n0, n1, n2, n3);
   double worst = 0;
   for (std::size_t i = 0; i < x.values.size(); ++i) {

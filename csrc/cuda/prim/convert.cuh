@@ -43,5 +43,4 @@ __device__ inline uint32_t collect_nonfinite(uint32_t sum, uint32_t pair) {
 
 __device__ inline bool is_nonfinite(uint32_t collected) { return (collected & 0x7FFF7FFFu) != 0; }
 
-
 }  // namespace mha::cuda

@@ -1,4 +1,5 @@
-// cp.async: 16 bytes from global to shared memory without passing through registers. Both addresses are 16-byte aligned.
+// cp.async: 16 bytes from global to shared memory without passing through registers. Both addresses are 16-byte
+// aligned.
 #pragma once
 #include <cstdint>
 
