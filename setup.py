@@ -42,7 +42,7 @@ def require_compiler():
     if shutil.which(compiler) is None and (os.environ.get("CXX") or shutil.which("g++") is None):
         stop(
             f"no C++ compiler was found (looked for {compiler}); install one that knows C++20, such as g++ >= 11 "
-            "(Debian: apt install g++) or clang >= 14, or name it in CXX."
+            "(Debian: apt install g++), or name it in CXX."
         )
 
 
