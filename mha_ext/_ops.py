@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import masks, reference
 from ._checks import accumulate_dtype
@@ -362,10 +363,12 @@ def _callable(name, setup, backward, vmap):
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
+        if _transforms_active() or forward_ad._current_level >= 0:
+            return function.apply(*args)  # forward-mode differentiation is refused there, not ignored
         if torch.is_grad_enabled():
             for x in args:
                 if isinstance(x, Tensor) and x.requires_grad:
-                    return function.apply(*args) if _transforms_active() else apply(*args)
+                    return apply(*args)
         return without_autograd(*args)
 
     vmap = functools.partial(vmap, call, [a.name for a in op._schema.arguments])

@@ -83,7 +83,7 @@ def attention_arguments(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
     device_type = q.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(device_type, q, k, v)
     _checks.attention_inputs(q, k, v, _ops.without_cuda)
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
@@ -146,7 +146,7 @@ def scaled_dot_product_attention(
         if attn_mask.dtype != torch.bool:
             bias = attn_mask
             if torch.is_autocast_enabled(query.device.type):
-                bias = bias.to(torch.get_autocast_dtype(query.device.type))
+                bias = _autocast(query.device.type, bias)[0]
         else:
             mask = masks.Dense(attn_mask) if mask is None else mask & masks.Dense(attn_mask)
     return attention(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)
@@ -245,7 +245,7 @@ def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Te
         raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: {_checks.text(shape)}.")
     _checks.same_device(x, name, like.device)
     if x.dtype != like.dtype:
-        if not torch.is_autocast_enabled(like.device.type):
+        if like.is_meta or not torch.is_autocast_enabled(like.device.type):
             raise TypeError(
                 f"{name} is {_checks.name_of(x.dtype)} but x is {_checks.name_of(like.dtype)}; accepted: one "
                 "dtype: convert it."

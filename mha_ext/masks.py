@@ -84,7 +84,8 @@ class Window(Mask):
         for name, limit in (("left", left), ("right", right)):
             if limit is not None and (not isinstance(limit, int) or limit < 0):
                 raise ValueError(f"{name} is {limit!r}; Window accepts an int >= 0, or None for no limit.")
-        self.left, self.right = left, right
+        # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
+        self.left, self.right = (None if n is None or n >= 2**40 else n for n in (left, right))
 
     def lower(self, B, H, Sq, Sk, device):
         return MaskArgs(left=self.left, right=self.right)

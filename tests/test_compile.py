@@ -472,3 +472,29 @@ def test_deepcopy_of_a_compiled_model_and_functional_state():
     compiled = torch.compile(copy.deepcopy(block), backend="aot_eager", fullgraph=True)
     x = randn(2, 9, 32)
     torch.testing.assert_close(compiled(x), block(x))
+
+
+@pytest.mark.parametrize("function", [lambda x: mha_ext.attention(x, x, x), mha_ext.masked_softmax, mha_ext.merge_heads])
+def test_vmap_under_ordinary_autograd_equals_the_loop(function):
+    x = randn(3, 1, 2, 4, 4, grad=True)
+    dout = torch.randn_like(torch.stack([function(one) for one in x]))
+    want = torch.autograd.grad(torch.stack([function(one) for one in x]), x, dout)[0]
+    torch.testing.assert_close(torch.autograd.grad(torch.vmap(function)(x), x, dout)[0], want)
+    total = torch.func.grad(lambda x: (torch.vmap(function)(x) * dout).sum())(x.detach())
+    torch.testing.assert_close(total, want)
+
+
+@pytest.mark.parametrize("function", [lambda x: mha_ext.attention(x, x, x), mha_ext.masked_softmax, mha_ext.merge_heads])
+def test_forward_mode_is_refused_not_ignored(function):
+    x = randn(1, 2, 4, 4)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def test_meta_tensors_have_shapes():
+    x = torch.empty(1, 2, 3, 4, device="meta")
+    assert mha_ext.attention(x, x, x).shape == x.shape
+    module = mha_ext.nn.SelfAttention(8, 2, device="meta")
+    assert module(torch.empty(1, 3, 8, device="meta")).shape == (1, 3, 8)

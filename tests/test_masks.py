@@ -156,3 +156,13 @@ def test_huge_windows_do_not_overflow():
 def test_mask_prints_what_it_is():
     text = repr(masks.Causal() & masks.Window(3, 0))
     assert "Causal" in text and "Window" in text
+
+
+@pytest.mark.parametrize("limits", [(1, 2**63 - 1), (2**63 - 1, 1), (2**64, 0)])
+def test_a_huge_window_limit_is_none(limits):
+    small = masks.Window(*(None if n > 10 else n for n in limits))
+    for Sq, Sk in ((3, 5), (5, 3)):
+        assert masks.Window(*limits).to_dense(1, 1, Sq, Sk).equal(small.to_dense(1, 1, Sq, Sk))
+    q = torch.randn(1, 1, 5, 4)
+    assert mha_ext.attention(q, q, q, mask=masks.Window(*limits)).equal(mha_ext.attention(q, q, q, mask=small))
+    assert mha_ext.explain(q, q, q, mask=masks.Window(*limits)).flops == mha_ext.explain(q, q, q, mask=small).flops

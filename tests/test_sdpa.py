@@ -218,3 +218,10 @@ def test_in_place_of_torch_in_existing_code(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", ours)
     for a, b in zip(torch.autograd.grad(model(x).square().sum(), list(model.parameters())), expected):
         torch.testing.assert_close(a, b)
+
+
+def test_float64_stays_float64_under_autocast():
+    q, bias = torch.randn(1, 2, 3, 4, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mha_ext.scaled_dot_product_attention(q, q, q, bias)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, bias))

@@ -114,13 +114,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
         length_dim = 1 - batch_dim
         extra_k, extra_v = [], []
+        shape = (1, k.shape[1], E) if batch_dim == 1 else (k.shape[0], 1, E)
         if self.bias_k is not None:
-            shape = (1, k.shape[1], E) if batch_dim == 1 else (k.shape[0], 1, E)
             extra_k.append(self.bias_k.to(k.dtype).expand(shape))
             extra_v.append(self.bias_v.to(v.dtype).expand(shape))
         if self.add_zero_attn:
-            extra_k.append(torch.zeros_like(k.narrow(length_dim, 0, 1) if k.shape[length_dim] else k))
-            extra_v.append(torch.zeros_like(extra_k[-1]))
+            extra_k.append(k.new_zeros(shape))
+            extra_v.append(v.new_zeros(shape))
         if extra_k:
             k, v = torch.cat([k, *extra_k], dim=length_dim), torch.cat([v, *extra_v], dim=length_dim)
         to_heads = (1, 2, 0, 3) if batch_dim == 1 else (0, 2, 1, 3)
