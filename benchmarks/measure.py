@@ -21,7 +21,7 @@ import mha_ext
 
 ROUNDS = 7  # the least for a median; rows of seconds get fewer, and the table says so
 SLOW_ROUNDS = 3
-ROW_SECONDS = 3.0  # once the contenders of many rounds took this long, SLOW_ROUNDS are enough
+ROW_SECONDS = 1.5  # once the contenders of many rounds took this long, SLOW_ROUNDS are enough
 SLOW_SECONDS = 0.1  # contenders beside the baseline and mha_ext that are slower get SLOW_ROUNDS
 SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sample lasts about this long
 

@@ -17,7 +17,7 @@ MAIN_SHAPES = (
     Shape(1, 32, 2048, 128, causal=True, kv_heads=8),
     Shape(1, 8, 8192, 64, causal=True),
 )
-UNFUSED_BYTES = 1 << 29  # scores larger than this keep the unfused contenders out of the default run
+UNFUSED_BYTES = 1 << 27  # scores larger than this keep the unfused contenders out of the default run
 
 
 @dataclass
@@ -72,7 +72,7 @@ def main_case(shape: Shape, dtype: torch.dtype, backward: bool, full: bool) -> C
         )
     if backward:
         skipped["flex"] = "has no backward on CPU"
-    elif not full and (shape.queries > 1024 or dtype != FP32):
+    elif not full and (shape.queries != 1024 or dtype != FP32):
         skipped["flex"] = "compiles for seconds, see --full"
     else:
         calls["flex"] = flex(*inputs, visible=(lambda b, h, i, j: i >= j) if causal else None)
@@ -131,7 +131,7 @@ def layout_case(shape: Shape, dtype: torch.dtype, backward: bool, with_eager: bo
 def layout_rows(full: bool) -> list[Row]:
     rows = []
     for dtype in (FP32, BF16) if full else (FP32,):
-        for backward in (False, True):
+        for backward in (False, True) if full else (False,):
             shape = Shape(1, 12, 1024, 64)
             name = f"layouts {shape} {NAMES[dtype]} {direction(backward)}"
             rows.append(Row("layouts", name, partial(layout_case, shape, dtype, backward, with_eager=True)))
