@@ -123,14 +123,15 @@ def extensions():
     return built
 
 
+# sdist and metadata need neither torch nor a compiler.
+BUILDING = {"build_ext", "bdist_wheel", "editable_wheel", "install", "develop", "build"} & set(sys.argv)
+
+
 def build_commands():
-    if not {"build_ext", "bdist_wheel", "editable_wheel", "install", "develop", "build"} & set(sys.argv):
-        return {}  # sdist and metadata need neither torch nor a compiler
     from torch.utils.cpp_extension import BuildExtension
 
     return {"build_ext": BuildExtension}
 
 
 if __name__ == "__main__":
-    building = {"build_ext", "bdist_wheel", "editable_wheel", "install", "develop", "build"} & set(sys.argv)
-    setup(ext_modules=extensions() if building else [], cmdclass=build_commands())
+    setup(ext_modules=extensions() if BUILDING else [], cmdclass=build_commands() if BUILDING else {})
