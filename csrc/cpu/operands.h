@@ -26,7 +26,8 @@ struct Broadcast {
 template <class Unit>
 inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
   if constexpr (std::is_same_v<Unit, Pair>) {
-    // Rows that lie apart ([B,S,H,D] in memory) are fetched slowly: they are copied, once per head where forward keeps it.
+    // Rows that lie apart ([B,S,H,D] in memory) are fetched slowly: they are copied, once per head where forward keeps
+    // it.
     if (cols % 2 == 0 && stride == cols) return {static_cast<const Pair*>(src), stride / 2, 1};
     const int n = units<Pair>(cols);
     for (int r = 0; r < rows; ++r) {
