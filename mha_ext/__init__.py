@@ -11,6 +11,7 @@ from .functional import (
     scaled_dot_product_attention,
     split_heads,
 )
+from .merge import merge_partials
 
 __version__ = build_info["version"]
 
@@ -22,6 +23,7 @@ __all__ = [
     "masked_softmax",
     "masks",
     "merge_heads",
+    "merge_partials",
     "nn",
     "reference",
     "scaled_dot_product_attention",
