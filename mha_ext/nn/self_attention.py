@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .. import masks as m
@@ -79,9 +80,12 @@ class SelfAttention(_Attention):
         causal: see no later position.
         dropout: probability of dropping an attention weight while training.
         softcap: c > 0 limits scores to c * tanh(score / c) (Gemma Team, "Gemma 2", 2024).
+        packed: one projection for queries, keys and values; False: three, as tensor parallelism needs (unpack()
+            changes over). A state dict of either kind loads into both.
         device, dtype: of the parameters.
 
-    Parameters: qkv_proj ((H + 2 Hk) * head_dim rows: all queries, then keys, then values), out_proj; q_norm and k_norm.
+    Parameters: qkv_proj ((H + 2 Hk) * head_dim rows: all queries, then keys, then values), or with packed=False q_proj,
+    k_proj and v_proj; out_proj; q_norm and k_norm.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class SelfAttention(_Attention):
         causal: bool = False,
         dropout: float = 0.0,
         softcap: float = 0.0,
+        packed: bool = True,
         device=None,
         dtype=None,
     ):
@@ -106,9 +111,29 @@ class SelfAttention(_Attention):
         super().__init__(
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
         )
-        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(d_model, rows, bias=bias, **factory)
+        self.qkv_proj = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
         self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
+        self.register_load_state_dict_pre_hook(_load_either_packing)
+        if not packed:
+            self.unpack()
+
+    def _rows(self) -> tuple[int, int, int]:
+        """Rows of the projections to queries, keys and values."""
+        return tuple(n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
+
+    def unpack(self) -> None:
+        """Replaces qkv_proj by q_proj, k_proj and v_proj, with copies of its parameters: build optimizers afterwards."""
+        if self.qkv_proj is None:
+            return
+        weights = self.qkv_proj.weight.detach().split(self._rows())
+        biases = (None,) * 3 if self.qkv_proj.bias is None else self.qkv_proj.bias.detach().split(self._rows())
+        for name, weight, bias in zip(_PARTS, weights, biases):
+            part = nn.Linear(self.d_model, weight.shape[0], bias=bias is not None, device="meta")
+            part.weight = nn.Parameter(weight.clone(), self.qkv_proj.weight.requires_grad)
+            if bias is not None:
+                part.bias = nn.Parameter(bias.clone(), self.qkv_proj.bias.requires_grad)
+            setattr(self, name, part.train(self.training))
+        self.qkv_proj = None
 
     def forward(self, x: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
         """x [B,S,d_model] -> [B,S,d_model].
@@ -119,13 +144,47 @@ class SelfAttention(_Attention):
             ValueError, TypeError: x, mask or bias that do not fit, in one sentence with the fix.
         """
         _check_input(x, "x", self.d_model)
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B,H+2*Hk,S,D]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k, v = self._project(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q), self.rope(k)
         return self._attend(q, k, v, mask, bias)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [B,H,S,D], [B,Hk,S,D] twice; with projections sharded by heads, those of this process."""
+        if self.qkv_proj is None:
+            q, k, v = (self._heads(getattr(self, name)(x)) for name in _PARTS)
+            if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads or k.shape[1] != v.shape[1]:
+                raise ValueError(
+                    f"q_proj, k_proj, v_proj gave {q.shape[1]}, {k.shape[1]}, {v.shape[1]} heads of "
+                    f"{self.num_heads}, {self.num_kv_heads}, {self.num_kv_heads}; accepted: the same share of each: "
+                    "shard them over a number of processes that divides num_kv_heads."
+                )
+            return q, k, v
+        heads = self._heads(self.qkv_proj(x))
+        if heads.shape[1] != self.num_heads + 2 * self.num_kv_heads:
+            raise ValueError(
+                f"qkv_proj gave {heads.shape[1]} of {self.num_heads + 2 * self.num_kv_heads} heads; accepted: all of "
+                "them: shard with mha_ext.distributed.HeadParallel, or with packed=False."
+            )
+        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B,heads,S,D]
+
+
+_PARTS = "q_proj", "k_proj", "v_proj"
+
+
+def _load_either_packing(module, state_dict, prefix, *_) -> None:
+    """Makes the state dict of a packed module fit an unpacked one, and the other way round."""
+    for kind in ("weight", "bias"):
+        whole, parts = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _PARTS]
+        if module.qkv_proj is None and whole in state_dict:
+            state_dict.update(zip(parts, state_dict.pop(whole).split(module._rows())))
+        elif module.qkv_proj is not None and all(name in state_dict for name in parts):
+            state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
 
 
 class CrossAttention(_Attention):
