@@ -1,5 +1,7 @@
 """Multi-head attention for PyTorch: kernels with any mask and bias, forward and backward, in O(S) memory."""
 
+import importlib
+
 from . import masks, nn, reference
 from ._ops import build_info
 from .explain import Plan, explain
@@ -29,3 +31,9 @@ __all__ = [
     "scaled_dot_product_attention",
     "split_heads",
 ]
+
+
+def __getattr__(name: str):
+    if name == "distributed":  # on first use: it brings torch.distributed.tensor, which costs half a second
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_dtensor(x: Tensor) -> bool:
+    """Whether x is a torch.distributed.tensor.DTensor; does not import that module."""
+    return type(x) is not Tensor and type(x).__name__ == "DTensor"
+
+
 def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.as_tensor(x)

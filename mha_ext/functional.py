@@ -96,6 +96,8 @@ def attention_arguments(
         _checks.number("scale", scale)
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
+    if _checks.is_dtensor(q):
+        bias, args = _dtensor().modifiers(q, bias, args, dropout_p)
     if softcap != 0.0:
         _checks.softcap(softcap)
     if deterministic is not None and not isinstance(deterministic, bool):
@@ -165,6 +167,8 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
         )
     if bias is not None:
         bias = _parameter(bias, "bias", (x.shape[2],), x)
+    if _checks.is_dtensor(x):
+        return _dtensor().split_heads(x, num_heads, bias)
     return _ops.split_heads(x, num_heads, bias)
 
 
@@ -173,6 +177,8 @@ def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
     _checks.one_tensor(x, "x", "[B,H,S,D]", 4, _ops.without_cuda)
     if mix is not None:
         mix = _parameter(mix, "mix", (x.shape[1], x.shape[1]), x)
+    if _checks.is_dtensor(x):
+        mix = _dtensor().replicated(mix, x)
     return _ops.merge_heads(x, mix)
 
 
@@ -205,6 +211,8 @@ def masked_softmax(
     if bias is not None:
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
     _checks.probability("dropout_p", dropout_p)
+    if _checks.is_dtensor(scores):
+        bias, args = _dtensor().modifiers(scores, bias, args, dropout_p)
     rng_state = _rng_state(rng_state, scores) if dropout_p != 0.0 else None
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
@@ -223,6 +231,12 @@ def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, 
     if _ops.without_cuda is not None and state.is_cuda:
         raise _checks.no_cuda(_ops.without_cuda)
     return _ops.dropout_mask(state, p, B, H, Sq, Sk)
+
+
+def _dtensor():
+    from .distributed import dtensor  # brings torch.distributed.tensor, which most programs do without
+
+    return dtensor
 
 
 def _not_available(**given) -> Exception:

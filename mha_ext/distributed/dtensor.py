@@ -1,0 +1,118 @@
+"""Attention on DTensors: how each op may be sharded. Imported with the first DTensor, or with mha_ext.distributed.
+
+All ops are independent over the batch; over heads too, in whole groups of query heads with their key/value head. Other
+shardings of the inputs (of the sequence, say) are changed into one of these by DTensor, which communicates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from ..masks import MaskArgs
+
+BATCH, HEADS = 0, 1
+
+# Dimensions 0 and 1 are the batch's and the heads', in full, or (second line) in full or 1.
+_FULL = {"q", "k", "v", "out", "lse", "lse_rest", "dout", "dlse", "dweights", "scores"}
+_BROADCAST = {"bias", "mask"}
+_PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids"}  # [B or 1, ...]
+
+
+def _input_placement(name: str, spec, dim: int):
+    if name in _FULL or (name in _BROADCAST and spec.shape[dim] != 1):
+        return Shard(dim)
+    return Shard(BATCH) if name in _PER_SEQUENCE and dim == BATCH and spec.shape[BATCH] != 1 else Replicate()
+
+
+def _output_placement(name: str, given: dict, dim: int):
+    if name == "dbias":
+        if not given["need_dbias"]:
+            return Replicate()  # an empty placeholder
+        # Where the bias is one for all, every process has a part of the sum that is its gradient.
+        return Shard(dim) if given["bias"].shape[dim] != 1 else Partial()
+    return Replicate() if name == "weights" and not given["return_weights"] else Shard(dim)
+
+
+def _is_tensor(x) -> bool:
+    return getattr(x, "tensor_meta", None) is not None
+
+
+def _whole_groups(given: dict) -> bool:
+    """Whether every process gets whole groups of heads, if all that is not sharded over the batch is over heads."""
+    if "k" not in given:
+        return True
+    placements = zip(*(x.placements for x in given.values() if _is_tensor(x)))
+    mesh = given["k"].mesh
+    processes = math.prod(
+        mesh.size(i) for i, here in enumerate(placements) if any(p not in (Replicate(), Shard(BATCH)) for p in here)
+    )
+    return given["k"].shape[HEADS] % processes == 0
+
+
+def _register_batch_and_heads(op) -> None:
+    names = [a.name for a in op._schema.arguments]
+    returns = [r.name for r in op._schema.returns]
+
+    def shardings(*args):
+        given = dict(zip(names, args))
+        tensors = [name if _is_tensor(x) else None for name, x in given.items()]
+        found = [([Replicate()] * len(returns), [name and Replicate() for name in tensors])]
+        for dim in (BATCH, HEADS) if _whole_groups(given) else (BATCH,):
+            outputs = [_output_placement(name, given, dim) for name in returns]
+            found.append((outputs, [name and _input_placement(name, given[name], dim) for name in tensors]))
+        return found
+
+    register_sharding(op)(shardings)
+
+
+def _merge_heads_shardings(x, mix=None):
+    """[B,H,S,D] -> [B,S,H*D]; with mix, a head of the result needs all heads of x."""
+    pairs = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(2))]
+    if mix is None:
+        return [([out], [given, None]) for out, given in [*pairs, (Shard(2), Shard(1))]]
+    return [([out], [given, Replicate()]) for out, given in pairs]
+
+
+def _register() -> None:
+    ops = torch.ops.mha_ext
+    for name in ("attention_fwd", "attention_bwd", "masked_softmax_fwd", "masked_softmax_bwd"):
+        _register_batch_and_heads(getattr(ops, name).default)
+    register_sharding(ops.merge_heads.default)(_merge_heads_shardings)
+
+
+_register()
+
+
+def replicated(x: Tensor | None, like: DTensor) -> Tensor | None:
+    """x as a DTensor on like's mesh: a plain tensor is taken to be the same on every process."""
+    if x is None or isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def modifiers(like: DTensor, bias: Tensor | None, args: MaskArgs, dropout_p: float):
+    """The bias and the mask's arguments as DTensors."""
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p is {dropout_p} and the inputs are DTensors; accepted there: 0: apply dropout to local tensors."
+        )
+    begin, end = args.begin, args.end
+    if (begin is None) != (end is None):
+        # DTensor remembers decisions by the tensors that it is given, not by which optional argument each one is.
+        keys = torch.iinfo(torch.int64).max // 2
+        begin = end.new_zeros(()).expand(1, 1) if begin is None else begin
+        end = begin.new_full((1, 1), keys) if end is None else end
+    args = args._replace(begin=begin, end=end)
+    return replicated(bias, like), MaskArgs(*(replicated(x, like) if isinstance(x, Tensor) else x for x in args))
+
+
+def split_heads(x: DTensor, num_heads: int, bias: Tensor | None) -> DTensor:
+    """In views and a copy: the op would take num_heads as the number of heads that this process has."""
+    if bias is not None:
+        x = x + replicated(bias, x)
+    return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(1, 2).contiguous()

@@ -1,0 +1,77 @@
+"""Tensor parallelism of the attention modules: each process has some of the heads."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ..nn import SelfAttention
+
+_STYLES = {
+    "q_proj": ColwiseParallel,
+    "k_proj": ColwiseParallel,
+    "v_proj": ColwiseParallel,
+    # Their weights are one for all heads: this style sums the gradients over the processes.
+    "q_norm": lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
+    "k_norm": lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
+}
+
+
+class HeadParallel(ParallelStyle):
+    """Shards a SelfAttention by heads over a mesh (Shoeybi et al., "Megatron-LM", 2019); for parallelize_module.
+
+    Query, key and value projections are sharded by rows, the output projection by columns. A packed projection is
+    unpacked first, because a contiguous share of its rows is not a share of each part: parameters become q_proj, k_proj
+    and v_proj, whose state dict loads into packed modules as well. Apply it before building the optimizer. Masks and
+    biases that differ between heads must hold the heads of this process.
+
+    Args:
+        input_layouts: how the input x [B,S,d_model] (a local tensor) is laid out: Replicate(), or Shard(1) for sequence
+            parallelism around the module. It is gathered.
+        output_layouts: how the output is to be laid out, likewise.
+
+    Raises:
+        ValueError, TypeError: a module that is no SelfAttention, has parameters of other kinds, or key/value heads that
+            do not divide evenly among the processes.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None):
+        super().__init__()
+        self.input_layouts = Replicate() if input_layouts is None else input_layouts
+        self.output_layouts = Replicate() if output_layouts is None else output_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, SelfAttention):
+            raise TypeError(f"HeadParallel was given a {type(module).__name__}; accepted: mha_ext.nn.SelfAttention.")
+        if module.num_kv_heads % device_mesh.size():
+            raise ValueError(
+                f"{module.num_kv_heads} key/value heads do not divide evenly among {device_mesh.size()} processes; "
+                "accepted: a number of processes that divides num_kv_heads: use a smaller mesh dimension."
+            )
+        module.unpack()
+        known = {f"{name}.{kind}" for name in (*_STYLES, "out_proj") for kind in ("weight", "bias")}
+        other = [name for name, _ in module.named_parameters() if name not in known]
+        if other:
+            raise ValueError(f"the module has the parameter {other[0]}, which HeadParallel cannot shard: leave it out.")
+        plan = {name: style() for name, style in _STYLES.items() if getattr(module, name) is not None}
+        parallelize_module(
+            module, device_mesh, {**plan, "out_proj": RowwiseParallel(output_layouts=self.output_layouts)}
+        )
+
+        def gather_input(_, args, kwargs):
+            # Once for the three projections, so that backward sums their gradients before it communicates.
+            x = args[0] if args else kwargs.pop("x")
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self.input_layouts], run_check=False)
+            return (x.redistribute(placements=[Replicate()]), *args[1:]), kwargs
+
+        module.register_forward_pre_hook(gather_input, with_kwargs=True)
+        return module

@@ -1,0 +1,320 @@
+"""Attention on DTensors in real processes against the same in one; tensor parallelism and FSDP2 of the modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Processes
+from torch import nn
+
+import mha_ext
+from mha_ext import masks
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+B, H, Hk, S, D = 4, 8, 4, 12, 6
+
+
+@pytest.fixture(scope="module")
+def processes():
+    pools = {n: Processes(n) for n in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+def close(actual, expected):
+    """The same sums in perhaps another order."""
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def full(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def randn(*shape, seed=0):
+    return cases.randn(cases.generator(seed), *shape, dtype=torch.float64)
+
+
+def mesh_of(*shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape)
+
+
+def placements_of(text):
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [{"r": Replicate(), "b": Shard(0), "h": Shard(1), "s": Shard(2)}[c] for c in text]
+
+
+def mask_of(kind):
+    lengths, starts = torch.tensor([12, 7, 0, 5]), torch.tensor([0, 2, 3, 12])
+    return {
+        "none": None,
+        "causal": masks.Causal(),
+        "padding": masks.Padding(lengths),
+        "left_padding": masks.LeftPadding(starts) & masks.Window(4, None),
+        "prefix": masks.Prefix(lengths[:1]),
+        "documents": masks.Documents(torch.arange(S)[None] // 5),
+        "dense": masks.Dense(torch.rand(B, H, S, S, generator=cases.generator(5)) < 0.5),
+        "dense_1h": torch.rand(1, H, S, S, generator=cases.generator(5)) < 0.5,
+    }[kind]
+
+
+ATTENTION = [
+    # mesh, placements of q, k, v, mask, shape of the bias
+    ((2,), "bbb", "none", None),
+    ((2,), "hhh", "causal", (1, H, S, S)),
+    ((2,), "bbb", "padding", (1, H, S, S)),
+    ((2,), "hhh", "left_padding", (B, 1, S, S)),
+    ((2,), "bbb", "documents", (B, H, 1, S)),
+    ((2,), "sss", "prefix", (S, S)),  # changed to one that works
+    ((2,), "sss", "padding", None),
+    ((2,), "sss", "left_padding", None),  # the same tensors as with padding, in other places
+    ((2,), "hbr", "dense", None),
+    ((4,), "hhh", "dense_1h", (S, S)),
+    ((2, 2), ("bh", "bh", "bh"), "dense", (1, H, S, S)),
+    ((2, 2), ("rh", "rh", "rh"), "causal", (B, H, S, S)),
+]
+
+
+def attention_on(mesh_shape, placements, kind, bias_shape, heads=(H, Hk)):
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = mesh_of(*mesh_shape)
+    H, Hk = heads
+    shapes = (B, H, S, D), (B, Hk, S, D), (B, Hk, S, D + 1)
+    whole = [randn(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    bias = None if bias_shape is None else randn(*bias_shape, seed=7).requires_grad_()
+    shards = [distribute_tensor(x.detach(), mesh, placements_of(p)).requires_grad_() for x, p in zip(whole, placements)]
+    other_bias = None if bias is None else bias.detach().clone().requires_grad_()
+    results = []
+    for (q, k, v), b in ((whole, bias), (shards, other_bias)):
+        out, lse = mha_ext.attention(q, k, v, mask=mask_of(kind), bias=b, softcap=3.0, return_lse=True)
+        leaves = [q, k, v] + ([] if b is None else [b])
+        shape = dict(zip(("out", "lse"), (out, lse)))
+        loss = (out * out).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    for i, (expected, actual) in enumerate(zip(*results)):
+        close(full(actual), expected)
+        if i < 2 and set("".join(placements)) <= {"b", "h"} and "dense" != kind:
+            assert list(actual.placements) == placements_of(placements[0]), shape
+    return True
+
+
+@pytest.mark.parametrize("mesh, placements, kind, bias", ATTENTION, ids=str)
+def test_attention(processes, mesh, placements, kind, bias):
+    processes[torch.Size(mesh).numel()].run(attention_on, mesh, placements, kind, bias)
+
+
+def test_heads_that_do_not_divide_are_gathered(processes):
+    """3 key/value heads on 2 processes would part groups of query heads from their key/value head."""
+    processes[2].run(attention_on, (2,), "hhr", "causal", None, (12, 3))
+
+
+def other_ops_on(n):
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = mesh_of(n)
+    scores, x, heads = randn(B, H, S, S), randn(B, S, H * D, seed=1), randn(B, H, S, D, seed=2)
+    bias, row, mix = randn(1, H, S, S, seed=3), randn(H * D, seed=4), randn(H, H, seed=5)
+    cases_ = [
+        ("bhs", scores, bias, lambda t, b: mha_ext.masked_softmax(t, mask_of("padding"), bias=b, scale=0.7)),
+        ("bhs", x, row, lambda t, b: mha_ext.split_heads(t, H, b)),
+        ("bhs", heads, mix, mha_ext.merge_heads),
+        ("bhs", heads, row, lambda t, b: mha_ext.merge_heads(t)),
+    ]
+    for letters, tensor, other, function in cases_:
+        tensor.requires_grad_(), other.requires_grad_()
+        expected = function(tensor, other)
+        weight = torch.randn_like(expected)
+        dist.broadcast(weight, 0)
+        wanted = torch.autograd.grad(expected, (tensor, other), weight, allow_unused=True)
+        for letter in letters:
+            if letter == "s" and tensor.dim() == 3:
+                placements = placements_of("h")
+            else:
+                placements = placements_of("s" if letter == "h" and tensor.dim() == 3 else letter)
+            shard = distribute_tensor(tensor.detach(), mesh, placements).requires_grad_()
+            actual = function(shard, other)
+            close(actual.full_tensor(), expected)
+            dweight = distribute_tensor(weight, mesh, placements_of("r"))
+            got = torch.autograd.grad(actual, (shard, other), dweight, allow_unused=True)
+            for a, b in zip(got, wanted):
+                close(full(a), b)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_other_ops(processes, n):
+    processes[n].run(other_ops_on, n)
+
+
+def refusals():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = mesh_of(2)
+    q = distribute_tensor(randn(2, 2, 3, 4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="dropout_p is 0.1 and the inputs are DTensors"):
+        mha_ext.attention(q, q, q, dropout_p=0.1)
+    head_parallel = mha_ext.distributed.HeadParallel()
+    with pytest.raises(TypeError, match="HeadParallel was given a Linear"):
+        head_parallel._apply(nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match="1 key/value heads do not divide evenly among 2"):
+        head_parallel._apply(mha_ext.nn.SelfAttention(8, 4, num_kv_heads=1), mesh)
+    module = mha_ext.nn.SelfAttention(8, 4)
+    module.extra = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match="parameter extra, which HeadParallel cannot shard"):
+        head_parallel._apply(module, mesh)
+
+
+def test_refusals(processes):
+    processes[2].run(refusals)
+
+
+class Block(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.attention = mha_ext.nn.SelfAttention(24, 8, num_kv_heads=4, causal=True, rope=True, head_dim=6, **options)
+        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x), masks.Window(7, None))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def model_of(**options):
+    torch.manual_seed(3)
+    return nn.Sequential(Block(**options), Block(**options)).double()
+
+
+def steps(model, data, elements=2 * S * 24):
+    """The losses of a few steps, one on each input, and the gradients of the last; the loss is a sum divided by elements."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=False)
+    losses = []
+    for x in data:
+        optimizer.zero_grad()
+        loss = model(x).square().sum() / elements
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
+    return losses, grads
+
+
+def unpacked(tensors):
+    """By the names of the unpacked modules."""
+    sizes = (8 * 6, 4 * 6, 4 * 6)
+    result = {}
+    for name, x in tensors.items():
+        if "qkv_proj" in name:
+            for part, rows in zip(("q_proj", "k_proj", "v_proj"), x.split(sizes)):
+                result[name.replace("qkv_proj", part)] = rows
+        else:
+            result[name] = x
+    return result
+
+
+def tensor_parallel(n, options, sequence):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    alone, model = model_of(**options), model_of(**options)
+    layouts = {"input_layouts": Shard(1), "output_layouts": Shard(1)} if sequence else {}
+    plan = {"attention": mha_ext.distributed.HeadParallel(**layouts)}
+    if sequence:
+        plan |= {"norm": SequenceParallel(use_local_output=True), "up": ColwiseParallel(input_layouts=Shard(1))}
+        plan |= {"down": RowwiseParallel(output_layouts=Shard(1))}
+    else:
+        plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh_of(n), plan)
+    data = [randn(2, S, 24, seed=i) for i in range(3)]
+    losses, grads = steps(alone, data)
+    if sequence:
+        rank = dist.get_rank()
+        data = [x.chunk(n, 1)[rank] for x in data]
+    other_losses, other_grads = steps(model, data)
+    for a, b in zip(losses, other_losses):
+        if sequence:
+            dist.all_reduce(b)
+        close(b, a)
+    saved = {name: full(x) for name, x in model.state_dict().items()}
+    whole = [name for name in saved if not sequence or "attention" in name]  # others' gradients are of a part of the sequence
+    close({name: other_grads[name] for name in whole}, {name: unpacked(grads)[name] for name in whole})
+    close({name: saved[name] for name in whole}, {name: unpacked(alone.state_dict())[name] for name in whole})
+    alone_again = model_of(**options)
+    alone_again.load_state_dict(saved)
+    if not sequence:
+        close(alone_again(data[0]), model(data[0]))
+
+
+@pytest.mark.parametrize("n, options, sequence", [
+    (2, {}, False), (4, {"qk_norm": True}, False), (2, {"packed": False, "bias": False, "softcap": 5.0}, False),
+    (2, {"qk_norm": True}, True),
+], ids=str)  # fmt: skip
+def test_tensor_parallel_modules(processes, n, options, sequence):
+    processes[n].run(tensor_parallel, n, options, sequence)
+
+
+class Encoder(nn.Module):
+    """Block, and torch's module on our kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(qk_norm=True)
+        self.attention = mha_ext.nn.MultiheadAttention(24, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.block(x)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def fully_sharded(n, tensor_parallel_size):
+    """FSDP2, and with tensor parallelism inside it: equal to one process on the whole batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(4)
+    alone = nn.Sequential(Encoder(), Encoder()).double()
+    model = nn.Sequential(Encoder(), Encoder()).double()
+    model.load_state_dict(alone.state_dict())
+    shape = n // tensor_parallel_size, tensor_parallel_size
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    for encoder in model:
+        if tensor_parallel_size > 1:
+            parallelize_module(encoder.block, mesh["tensor"], {"attention": mha_ext.distributed.HeadParallel()})
+        fully_shard(encoder, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    data = [randn(2, S, 24, seed=i) for i in range(3)]
+    losses, grads = steps(alone, data)
+    parts, mine = shape[0], mesh.get_local_rank("data")
+    # FSDP takes the mean of the gradients over the processes.
+    other_losses, other_grads = steps(model, [x.chunk(parts)[mine] for x in data], 2 * S * 24 // parts)
+    for a, b in zip(losses, other_losses):
+        dist.all_reduce(b)
+        close(b / n, a)
+    saved, expected = {name: full(x) for name, x in model.state_dict().items()}, alone.state_dict()
+    if tensor_parallel_size > 1:
+        grads, expected = unpacked(grads), unpacked(expected)
+    close(other_grads, grads)
+    close(saved, expected)
+
+
+@pytest.mark.parametrize("n, tensor_parallel_size", [(2, 1), (4, 2)])
+def test_fully_sharded_modules(processes, n, tensor_parallel_size):
+    processes[n].run(fully_sharded, n, tensor_parallel_size)
+
+
+def test_importing_the_package_does_not_bring_distributed():
+    code = "import sys, mha_ext; assert 'torch.distributed.tensor' not in sys.modules; mha_ext.distributed.HeadParallel"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="mha_ext.*nothing"):
+        _ = mha_ext.nothing
