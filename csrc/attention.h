@@ -17,8 +17,10 @@ struct Tensor4 {
 };
 
 // Scores are softcap(scale * q.k) + bias, masked, then softmax, then dropout. softcap(x) = c * tanh(x / c); c == 0:
-// none. A row that sees no key: out 0, lse -inf, weights 0, no contribution to any gradient. A (query, key) pair that
-// the mask hides contributes nothing anywhere, even when its key, value, query or output gradient holds NaN or Inf.
+// none. With sinks, exp(sinks[h]) joins each softmax denominator of head h, so that its weights sum to less than 1. A
+// row that sees no key: out 0, lse -inf (sinks[h] with sinks), weights 0, no contribution to any gradient but the
+// sink's. A (query, key) pair that the mask hides contributes nothing anywhere, even when its key, value, query or
+// output gradient holds NaN or Inf.
 struct AttentionProblem {
   int64_t B = 0, H = 0, Hk = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype = DType::f32;       // of q, k, v, out, weights and their gradients
@@ -26,15 +28,32 @@ struct AttentionProblem {
   Tensor4 k;                      // [B,Hk,Sk,D]
   Tensor4 v;                      // [B,Hk,Sk,Dv]
   Tensor4 bias;                   // [B,H,Sq,Sk], any strides, 0 broadcasts
+  bool bias_relative = false;     // bias depends on j - i alone: stride[2] == -1, stride[3] == 1
   DType bias_dtype = DType::f32;  // dtype, or the accumulate type
   Mask mask;
   double scale = 1, softcap = 0;
   Dropout dropout;
+  const void* sinks = nullptr;  // [H] contiguous, accumulate type; null: none
+
+  // Packed sequences: q, out and their gradients are [1,H,T,..], k, v and theirs [1,Hk,T,..] with stride[0] == 0;
+  // sequence b has the rows q_starts[b] <= t < q_starts[b+1] of q and k_starts[b] <= t < k_starts[b+1] of k. Sq and Sk
+  // are the longest lengths (or more), and where mask and bias say Sq - Sk, a sequence's own lengths are meant: its
+  // band moves by sequence_shift, and so does a relative bias. On the CPU, kernels see one sequence at a time as a
+  // problem of B = 1 (csrc/cpu/sequence.h).
+  const int64_t* q_starts = nullptr;  // [B+1]; null: not packed
+  const int64_t* k_starts = nullptr;  // [B+1]
+  // Strides of lse, lse_rest and dlse, [B,H,Sq] with last stride 1; packed: [H,T].
+  int64_t rows_stride_b = 0, rows_stride_h = 0;
 };
 
+MHA_HD inline int64_t sequence_shift(const AttentionProblem& p, int64_t num_queries, int64_t num_keys) {
+  return (num_keys - num_queries) - (p.Sk - p.Sq);
+}
+
 struct AttentionForward : AttentionProblem {
-  Tensor4 out;          // [B,H,Sq,Dv]
-  void* lse = nullptr;  // [B,H,Sq] contiguous, accumulate type: natural log of the softmax denominator (before dropout)
+  Tensor4 out;  // [B,H,Sq,Dv]
+  void* lse =
+      nullptr;  // [B,H,Sq] by rows_stride, accumulate type: natural log of the softmax denominator (before dropout)
   // Like lse, or null: what rounding took from it, so that lse + lse_rest is exact. Backward needs it where scores are
   // huge (a bias of -1e9 or less on every visible key): there the rounded lse alone has lost the logarithm of the sum.
   void* lse_rest = nullptr;
@@ -44,17 +63,19 @@ struct AttentionForward : AttentionProblem {
 struct AttentionBackward : AttentionProblem {
   Tensor4 dout;                    // [B,H,Sq,Dv]
   Tensor4 out;                     // [B,H,Sq,Dv]
-  const void* lse = nullptr;       // [B,H,Sq] contiguous, as forward wrote it
+  const void* lse = nullptr;       // [B,H,Sq] by rows_stride, as forward wrote it
   const void* lse_rest = nullptr;  // likewise; null: 0
-  const void* dlse = nullptr;  // [B,H,Sq] contiguous, accumulate type, or null: gradient of lse (the torch layer also
-                               // folds -rowsum(weights * dweights) into it)
-  Tensor4 dweights;            // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
-  Tensor4 dq;                  // [B,H,Sq,D]   every element is written
-  Tensor4 dk;                  // [B,Hk,Sk,D]
-  Tensor4 dv;                  // [B,Hk,Sk,Dv]
-  bool deterministic = true;   // CUDA: no sums in a changing order. The CPU has none
+  const void* dlse = nullptr;  // [B,H,Sq] by rows_stride, accumulate type, or null: gradient of lse (the torch layer
+                               // also folds -rowsum(weights * dweights) into it)
+  Tensor4 dweights;           // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
+  Tensor4 dq;                 // [B,H,Sq,D]   every element is written
+  Tensor4 dk;                 // [B,Hk,Sk,D]
+  Tensor4 dv;                 // [B,Hk,Sk,Dv]
+  bool deterministic = true;  // CUDA: no sums in a changing order. The CPU has none
   Tensor4 dbias;  // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
-                  // others (sums over them, in a fixed order); absent unless asked for. Starts out zeroed
+                  // others (sums over them, in a fixed order); relative where bias is. Absent unless asked for.
+                  // Starts out zeroed
+  void* dsinks = nullptr;  // [H] contiguous, accumulate type; null unless there are sinks. Starts out zeroed
 };
 
 // Softmax over the last dimension of scores * scale + bias, masked; then dropout.

@@ -1,5 +1,5 @@
-// What a query may see. Structured masks give each query row one interval of keys; document ids and a dense bool tensor
-// take elements out of it. All parts apply together (AND). Used by every kernel, forward and backward.
+// What a query may see. Structured masks give each query row one interval of keys; document ids, blocks and a dense
+// bool tensor take elements out of it. All parts apply together (AND). Used by every kernel, forward and backward.
 #pragma once
 #include <cstdint>
 
@@ -12,6 +12,7 @@ constexpr int64_t kNoLimit = int64_t(1) << 60;
 struct Mask {
   // Band around the diagonal: key j is visible to query i only if band_lo <= j - i <= band_hi.
   int64_t band_lo = -kNoLimit, band_hi = kNoLimit;
+  bool top_left = false;  // moreover j <= i
 
   // Intervals: key j is visible only if begin[b,i] <= j < end[b,i]. Null: no limit. Stride 0 broadcasts. Values may lie
   // outside [0, Sk].
@@ -29,6 +30,14 @@ struct Mask {
   // Dense: key j is visible only if dense[b,h,i,j] != 0. Null: no limit. Stride 0 broadcasts.
   const uint8_t* dense = nullptr;  // [B,H,Sq,Sk]
   int64_t dense_stride_b = 0, dense_stride_h = 0, dense_stride_q = 0, dense_stride_k = 0;
+
+  // Blocks: key j is visible only if blocks[b,h,i/block_size,j/block_size] != 0. Null: no limit. Stride 0 broadcasts.
+  const uint8_t* blocks = nullptr;  // [B,H,ceil(Sq/block_size),ceil(Sk/block_size)]
+  int64_t blocks_stride_b = 0, blocks_stride_h = 0, blocks_stride_q = 0, blocks_stride_k = 0;
+  int64_t block_size = 1;
+
+  // Whether something takes elements out of the intervals.
+  MHA_HD bool elementwise() const { return query_ids || dense || blocks; }
 };
 
 struct Interval {
@@ -38,18 +47,23 @@ struct Interval {
 MHA_HD inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 MHA_HD inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The keys that row (b, i) may see, before documents and the dense mask; always inside [0, num_keys].
-MHA_HD inline Interval row_interval(const Mask& m, int64_t b, int64_t i, int64_t num_keys) {
-  int64_t begin = max64(0, m.band_lo + i), end = min64(num_keys, m.band_hi + i + 1);
+// The keys that row (b, i) may see, before documents, blocks and the dense mask; always inside [0, num_keys]. shift
+// moves the band (but not top_left) to the right: the diagonal of one of several packed sequences less the band's own.
+MHA_HD inline Interval row_interval(const Mask& m, int64_t b, int64_t i, int64_t num_keys, int64_t shift = 0) {
+  int64_t begin = max64(0, m.band_lo + shift + i), end = min64(num_keys, m.band_hi + shift + i + 1);
+  if (m.top_left) end = min64(end, i + 1);
   if (m.begin) begin = max64(begin, m.begin[b * m.begin_stride_b + i * m.begin_stride_q]);
   if (m.end) end = min64(end, m.end[b * m.end_stride_b + i * m.end_stride_q]);
   begin = min64(begin, num_keys);
   return {begin, max64(begin, end)};
 }
 
-// Documents and the dense mask, for a key inside row_interval.
+// Documents, blocks and the dense mask, for a key inside row_interval.
 MHA_HD inline bool visible_in_interval(const Mask& m, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (m.query_ids && m.query_ids[b * m.query_ids_stride_b + i] != m.key_ids[b * m.key_ids_stride_b + j]) return false;
+  if (m.blocks && !m.blocks[b * m.blocks_stride_b + h * m.blocks_stride_h + i / m.block_size * m.blocks_stride_q +
+                            j / m.block_size * m.blocks_stride_k])
+    return false;
   return !m.dense ||
          m.dense[b * m.dense_stride_b + h * m.dense_stride_h + i * m.dense_stride_q + j * m.dense_stride_k] != 0;
 }

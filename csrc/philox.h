@@ -30,6 +30,7 @@ MHA_HD inline Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint3
 struct Dropout {
   double p = 0;                        // probability of dropping a weight
   const int64_t* rng_state = nullptr;  // [2] seed, offset; null: no dropout
+  int64_t first_head = 0;              // added to b * H + h
 };
 
 // The four keys 4*key_quad .. 4*key_quad+3 share one Philox call: word[j % 4] decides key j.

@@ -2,7 +2,7 @@
 
 import importlib
 
-from . import masks, nn, reference
+from . import biases, masks, nn, reference
 from ._ops import build_info
 from .explain import Plan, explain
 from .functional import (
@@ -14,12 +14,15 @@ from .functional import (
     split_heads,
 )
 from .merge import merge_partials
+from .varlen import attention_varlen
 
 __version__ = build_info["version"]
 
 __all__ = [
     "Plan",
     "attention",
+    "attention_varlen",
+    "biases",
     "dropout_mask",
     "explain",
     "masked_softmax",

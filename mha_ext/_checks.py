@@ -223,6 +223,18 @@ def softcap(c: float) -> None:
         raise ValueError(f"softcap is {c}; accepted: a positive limit of the scores, or 0 for none.")
 
 
+def sinks(x: Tensor, q: Tensor, H: int) -> Tensor:
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.shape != (H,):
+        given = (
+            f"a {name_of(x.dtype)} tensor of shape {text(x.shape)}"
+            if isinstance(x, Tensor)
+            else f"a {type(x).__name__}"
+        )
+        raise ValueError(f"sinks is {given}; accepted: a floating-point tensor [H] = [{H}], one logit per query head.")
+    same_device(x, "sinks", q.device)
+    return x.to(accumulate_dtype(q.dtype))
+
+
 def rng_state(state: Tensor, device: torch.device) -> Tensor:
     if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape != (2,):
         given = (

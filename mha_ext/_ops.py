@@ -67,17 +67,19 @@ def _dbias_of(bias: Tensor | None, need_dbias: bool, like: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("mha_ext::attention_fwd", lib=_lib)
-def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, left, right, top_left, scale, softcap, dropout_p, rng_state,
-      return_weights, deterministic):  # fmt: skip
+def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, blocks, left, right, top_left, block_size, q_starts, k_starts,
+      max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic):  # fmt: skip
     weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
     return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
 
 
 @torch.library.register_fake("mha_ext::attention_bwd", lib=_lib)
-def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, left, right,
-      top_left, scale, softcap, dropout_p, rng_state, need_dbias, deterministic):  # fmt: skip
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, blocks, left, right,
+      top_left, block_size, q_starts, k_starts, max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, need_dbias,
+      deterministic):  # fmt: skip
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
-    return *gradients, _dbias_of(bias, need_dbias, q)
+    dsinks = q.new_empty([q.shape[1] if sinks is not None else 0], dtype=accumulate_dtype(q.dtype))
+    return *gradients, _dbias_of(bias, need_dbias, q), dsinks
 
 
 @torch.library.register_fake("mha_ext::masked_softmax_fwd", lib=_lib)
@@ -116,20 +118,24 @@ def _(like):
 
 
 def _attention_fwd_setup(ctx, inputs, output):
-    q, k, v, bias, *mask_tensors = inputs[:9]
-    left, right, top_left, scale, softcap, dropout_p, rng_state, return_weights, deterministic = inputs[9:]
+    q, k, v, bias, *mask_tensors = inputs[:10]
+    left, right, top_left, block_size, q_starts, k_starts, max_q, max_k, sinks = inputs[10:19]
+    scale, softcap, dropout_p, rng_state, return_weights, deterministic = inputs[19:]
     out, lse, lse_rest, weights = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse_rest)
     weights = weights if return_weights else None
-    ctx.save_for_backward(q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors, rng_state)
-    ctx.numbers = left, right, top_left, scale, softcap, dropout_p
+    ctx.save_for_backward(
+        q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors, q_starts, k_starts, sinks, rng_state
+    )
+    ctx.numbers = (left, right, top_left, block_size), (max_q, max_k), (scale, softcap, dropout_p)
     ctx.deterministic = deterministic
 
 
 def _attention_fwd_backward(ctx, dout, dlse, _, dweights):
-    q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors, rng_state = ctx.saved_tensors
-    nothing = (None,) * 18
+    q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors = ctx.saved_tensors[:14]
+    q_starts, k_starts, sinks, rng_state = ctx.saved_tensors[14:]
+    nothing = (None,) * 25
     if dout is None and dlse is None and dweights is None:
         return nothing
     if dout is None:
@@ -141,44 +147,51 @@ def _attention_fwd_backward(ctx, dout, dlse, _, dweights):
         product = torch.where(weights == 0, 0, weights.to(lse.dtype) * dweights)
         dlse = -product.sum(-1) if dlse is None else dlse - product.sum(-1)
     need_dbias = ctx.needs_input_grad[3]
-    modifiers = bias, *mask_tensors, *ctx.numbers, rng_state
-    gradients = attention_bwd(
+    mask_numbers, longest, numbers = ctx.numbers
+    modifiers = bias, *mask_tensors, *mask_numbers, q_starts, k_starts, *longest, sinks, *numbers, rng_state
+    *gradients, dsinks = attention_bwd(
         dout, dlse, dweights, q, k, v, out, lse, lse_rest, *modifiers, need_dbias, ctx.deterministic
     )
-    return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad)) + nothing[4:]
+    dsinks = dsinks if sinks is not None and ctx.needs_input_grad[18] else None
+    return _where_needed(gradients, ctx) + nothing[4:18] + (dsinks,) + nothing[19:]
 
 
 def _attention_bwd_setup(ctx, inputs, output):
-    dout, dlse, dweights, q, k, v, _, _, _, bias, *mask_tensors = inputs[:15]
-    left, right, top_left, scale, softcap, dropout_p, rng_state, need_dbias, _ = inputs[15:]
+    dout, dlse, dweights, q, k, v, _, _, _, bias, *mask_tensors = inputs[:16]
+    left, right, top_left, block_size, q_starts, k_starts, max_q, max_k, sinks = inputs[16:25]
+    scale, softcap, dropout_p, rng_state, need_dbias, _ = inputs[25:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state)
-    ctx.numbers = left, right, top_left, scale, softcap, dropout_p
+    ctx.save_for_backward(dout, dlse, dweights, q, k, v, sinks, bias, *mask_tensors, q_starts, k_starts, rng_state)
+    ctx.numbers = (left, right, top_left, block_size), (max_q, max_k), (scale, softcap, dropout_p)
     ctx.need_dbias = need_dbias
 
 
 def _attention_bwd_backward(ctx, *gradients):
-    dout, dlse, dweights, q, k, v, bias, *mask_tensors, rng_state = ctx.saved_tensors
-    left, right, top_left, scale, softcap, dropout_p = ctx.numbers
-    visible = masks.visible_of(masks.MaskArgs(*mask_tensors, left, right, top_left), q.shape[2], k.shape[2], q.device)
-    keep = dropout_mask(rng_state, dropout_p, *q.shape[:3], k.shape[2]) if dropout_p > 0 else None
+    dout, dlse, dweights, q, k, v, sinks, bias, *mask_tensors = ctx.saved_tensors[:14]
+    q_starts, k_starts, rng_state = ctx.saved_tensors[14:]
+    mask_numbers, (max_q, max_k), (scale, softcap, dropout_p) = ctx.numbers
+    args = masks.MaskArgs(*mask_tensors, *mask_numbers)
+    packed = reference.Packed(q_starts, k_starts, max_q, max_k) if q_starts is not None else None
+    B, Sq, Sk = (q.shape[0], q.shape[2], k.shape[2]) if packed is None else (len(q_starts) - 1, max_q, max_k)
+    visible = masks.visible_of(args, Sq, Sk, q.device, None if packed is None else packed.lengths())
+    keep = dropout_mask(rng_state, dropout_p, B, q.shape[1], Sq, Sk) if dropout_p > 0 else None
 
-    def first_order(dout, dlse, dweights, q, k, v, bias):
-        def forward(q, k, v, bias):
-            return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep)
+    def first_order(dout, dlse, dweights, q, k, v, bias, sinks):
+        def forward(q, k, v, bias, sinks):
+            return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks, packed)
 
-        (_, lse, weights), pull = _vjp(forward, (q, k, v, bias))
+        (_, lse, weights), pull = _vjp(forward, (q, k, v, bias, sinks))
         if dweights is None:
             return pull((dout, torch.zeros_like(lse) if dlse is None else dlse, torch.zeros_like(weights)))
         # The op takes -rowsum(weights * dweights) as a part of dlse; here autograd finds that term itself.
         product = (weights.to(lse.dtype) * dweights).sum(-1)
         return pull((dout, product if dlse is None else dlse + product, dweights))
 
-    if not ctx.need_dbias:
-        gradients = (*gradients[:3], None)
-    gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias), gradients)
-    by_input = (*gradients[:6], None, None, None, gradients[6])
-    return _where_needed(by_input, ctx) + (None,) * 14
+    dq, dk, dv, dbias, dsinks = gradients
+    wanted = dq, dk, dv, dbias if ctx.need_dbias else None, dsinks if sinks is not None else None
+    gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias, sinks), wanted)
+    by_input = (*gradients[:6], None, None, None, gradients[6], *(None,) * 14, gradients[7], *(None,) * 6)
+    return _where_needed(by_input, ctx)
 
 
 def _masked_softmax_fwd_setup(ctx, inputs, output):
@@ -186,31 +199,31 @@ def _masked_softmax_fwd_setup(ctx, inputs, output):
     lse = output[1]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(scores, lse, *modifiers[:6], rng_state)
-    ctx.numbers = modifiers[6:]
+    ctx.save_for_backward(scores, lse, *modifiers[:7], rng_state)
+    ctx.numbers = modifiers[7:]
 
 
 def _masked_softmax_fwd_backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 13
+        return (None,) * 15
     scores, lse, *modifiers, rng_state = ctx.saved_tensors
     dscores, dbias = masked_softmax_bwd(dout, scores, lse, *modifiers, *ctx.numbers, rng_state, ctx.needs_input_grad[1])
-    return _where_needed((dscores, dbias), ctx) + (None,) * 11
+    return _where_needed((dscores, dbias), ctx) + (None,) * 13
 
 
 def _masked_softmax_bwd_setup(ctx, inputs, output):
-    dout, scores, _, bias, *mask_tensors = inputs[:9]
-    left, right, top_left, scale, dropout_p, rng_state, need_dbias = inputs[9:]
+    dout, scores, _, bias, *mask_tensors = inputs[:10]
+    *mask_numbers, scale, dropout_p, rng_state, need_dbias = inputs[10:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dout, scores, bias, *mask_tensors, rng_state)
-    ctx.numbers = left, right, top_left, scale, dropout_p
+    ctx.numbers = *mask_numbers, scale, dropout_p
     ctx.need_dbias = need_dbias
 
 
 def _masked_softmax_bwd_backward(ctx, ddscores, ddbias):
     dout, scores, bias, *mask_tensors, rng_state = ctx.saved_tensors
-    left, right, top_left, scale, dropout_p = ctx.numbers
-    args = masks.MaskArgs(*mask_tensors, left, right, top_left)
+    *mask_numbers, scale, dropout_p = ctx.numbers
+    args = masks.MaskArgs(*mask_tensors, *mask_numbers)
     visible = masks.visible_of(args, *scores.shape[2:], scores.device)
     keep = dropout_mask(rng_state, dropout_p, *scores.shape) if dropout_p > 0 else None
 
@@ -222,7 +235,7 @@ def _masked_softmax_bwd_backward(ctx, ddscores, ddbias):
 
     gradients = (ddscores, ddbias if ctx.need_dbias else None)
     ddout, dscores, dbias = _second_order(first_order, (dout, scores, bias), gradients)
-    return _where_needed((ddout, dscores, None, dbias), ctx) + (None,) * 12
+    return _where_needed((ddout, dscores, None, dbias), ctx) + (None,) * 14
 
 
 def _vjp(function, inputs):
@@ -287,7 +300,7 @@ def _merge_heads_backward(ctx, dout):
 # --- vmap: the mapped dimension is folded into the batch --------------------------------------------------------------
 
 # Their first dimension may be 1 where the others' is B.
-_BROADCASTING = {"bias", "mask", "begin", "end", "query_ids", "key_ids"}
+_BROADCASTING = {"bias", "mask", "begin", "end", "query_ids", "key_ids", "blocks"}
 
 
 def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
@@ -302,6 +315,8 @@ def _vmap_by_folding(call, names, info, in_dims, *args):
         raise ValueError(
             f"dropout_p is {given['dropout_p']} under vmap; accepted there: 0: apply dropout outside of vmap, or loop."
         )
+    if given.get("q_starts") is not None or given.get("sinks") is not None:  # the first dimension isn't all of the batch
+        return _vmap_by_looping(call, info, in_dims, *args)
     main = "q" if "q" in given else "scores"
     B = given[main].movedim(dims[main], 0).shape[1] if dims[main] is not None else given[main].shape[0]
     need_dbias = given.get("need_dbias", False)
@@ -317,19 +332,25 @@ def _vmap_by_folding(call, names, info, in_dims, *args):
         if x.dim() > 1:  # not a placeholder
             outputs[i] = x.unflatten(0, (n, B))
     if need_dbias and B != 1 and given["bias"].shape[1 if dims["bias"] == 0 else 0] == 1:
-        outputs[-1] = outputs[-1].sum(1, keepdim=True)
+        dbias = 3 if main == "q" else 1
+        outputs[dbias] = outputs[dbias].sum(1, keepdim=True)
     return tuple(outputs), tuple(0 if x.dim() > 1 else None for x in outputs)
+
+
+def _vmap_by_looping(call, info, in_dims, *args):
+    results = [
+        call(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims))) for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
 
 
 def _vmap_heads(call, names, info, in_dims, x, *args):
     if in_dims[0] is not None and not any(d is not None for d in in_dims[1:]):
         x = x.movedim(in_dims[0], 0)
         return call(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
-    given = (x, *args)
-    results = [
-        call(*(x if d is None else x.select(d, i) for x, d in zip(given, in_dims))) for i in range(info.batch_size)
-    ]
-    return torch.stack(results), 0
+    return _vmap_by_looping(call, info, in_dims, x, *args)
 
 
 @torch.library.register_vmap("mha_ext::draw_rng_state", lib=_lib)

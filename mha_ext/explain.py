@@ -84,7 +84,7 @@ def explain(
         ValueError, TypeError: what attention would raise.
     """
     given = (q, k, v)
-    q, k, v, bias, args, scale = attention_arguments(
+    q, k, v, bias, args, scale, sinks = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     if dropout_p != 0.0 and rng_state is not None:
@@ -105,7 +105,7 @@ def explain(
     output = B * H * Sq * Dv * q.element_size() + statistics
     if return_weights:
         output += B * H * Sq * Sk * q.element_size()
-    inputs = (q, k, v, bias, *args[:5])
+    inputs = (q, k, v, bias, sinks, *args[:6])
     return Plan(
         call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
         + (f", mask {_describe(mask)}" if mask is not None else "")
@@ -161,7 +161,7 @@ def _visible_pairs(args: masks.MaskArgs, B: int, Sq: int, Sk: int) -> tuple[int,
     if args.end is not None:
         end = end.minimum(args.end.cpu())
     visible = (end - begin).clamp(min=0).expand(B, Sq)
-    return int(visible.sum()), args.mask is None and args.query_ids is None
+    return int(visible.sum()), args.mask is None and args.query_ids is None and args.blocks is None
 
 
 def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[str]:

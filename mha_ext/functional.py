@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, masks
+from . import _checks, _ops, biases, masks
+
+NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
 
 
 def attention(
@@ -18,7 +20,7 @@ def attention(
     v: Tensor,
     *,
     mask: masks.Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
@@ -42,10 +44,14 @@ def attention(
         mask: a mask object of mha_ext.masks, or a bool tensor, True = attend: [Sq,Sk], or 4-d broadcastable to
             [B,H,Sq,Sk]. A row that sees no key gives 0; what a hidden key or value holds, NaN too, has no influence.
         bias: floating-point tensor of the same shapes, added to the scaled (and soft-capped) scores; may require grad.
+            Or a bias of the distance, of mha_ext.biases, which costs no Sq x Sk memory.
         scale: factor of the scores; default 1 / sqrt(D).
         dropout_p: probability of dropping a weight; kept weights are scaled by 1 / (1 - dropout_p).
         softcap: c > 0 limits scores to c * tanh(score / c); 0 does not.
-        sinks, pre_mix, post_mix: not available in this version.
+        sinks: [H] logits, one more per softmax denominator, which no key and no value belongs to (Xiao et al.,
+            "Efficient streaming language models with attention sinks", 2024); may require grad. A row that sees no key
+            still gives 0, and lse is then the sink.
+        pre_mix, post_mix: not available in this version.
         rng_state: int64 tensor [2] (seed, offset) that makes dropout reproducible on any device; by default it is drawn
             from torch's default generator.
         deterministic: True, False, or None for torch's own setting. On the CPU the result is always the same.
@@ -60,14 +66,14 @@ def attention(
     Raises:
         ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
-    q, k, v, bias, args, scale = attention_arguments(
+    q, k, v, bias, args, scale, sinks = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse, _, weights = _ops.attention_fwd(
-        q, k, v, bias, *args, scale, softcap, dropout_p, rng_state, return_weights, deterministic
+        q, k, v, bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic
     )
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
@@ -76,24 +82,19 @@ def attention(
 
 def attention_arguments(
     q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, masks.MaskArgs, float]:  # fmt: skip
-    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale)."""
-    if sinks is not None or pre_mix is not None or post_mix is not None:
-        raise _not_available(sinks=sinks, pre_mix=pre_mix, post_mix=post_mix)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, masks.MaskArgs, float, Tensor | None]:  # fmt: skip
+    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks)."""
+    if pre_mix is not None or post_mix is not None:
+        raise _not_available(pre_mix=pre_mix, post_mix=post_mix)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(device_type, q, k, v)
     _checks.attention_inputs(q, k, v, _ops.without_cuda)
-    (B, H, Sq, D), Sk = q.shape, k.shape[2]
+    (B, H, Sq), Sk = q.shape[:3], k.shape[2]
     args = masks.lower(mask, B, H, Sq, Sk, q.device)
-    if bias is not None:
-        bias = _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
-    if scale is None:
-        scale = D**-0.5 if D > 0 else 1.0
-    else:
-        _checks.number("scale", scale)
+    bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
@@ -102,7 +103,22 @@ def attention_arguments(
         _checks.softcap(softcap)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}; accepted: True, False or None.")
-    return q, k, v, bias, args, scale
+    return q, k, v, bias, args, scale, sinks
+
+
+def score_arguments(bias, scale, sinks, q: Tensor, B: int, H: int, Sq: int, Sk: int):
+    """(bias, scale, sinks) as the ops take them, for the types, device and head size of q [..., D]."""
+    if isinstance(bias, biases.Bias):
+        bias = bias.lower(H, Sq, Sk, _checks.accumulate_dtype(q.dtype), q.device)
+    elif bias is not None:
+        bias = _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
+    else:
+        _checks.number("scale", scale)
+    if sinks is not None:
+        sinks = _checks.sinks(sinks, q, H)
+    return bias, scale, sinks
 
 
 def scaled_dot_product_attention(

@@ -2,11 +2,12 @@
 
 Shapes: B batch, H query heads, Sq query length, Sk key length. With the offset o = Sk - Sq, query i stands at key
 position i + o ("bottom-right"), as when the queries are the last ones of a sequence. Masks combine with ``&``: a key is
-visible only if every part shows it. All but Dense cost O(S) memory.
+visible only if every part shows it. All but Dense and the block masks cost O(S) memory.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,11 @@ class MaskArgs(NamedTuple):
     end: Tensor | None = None  # int64 [B or 1, Sq or 1]
     query_ids: Tensor | None = None  # int64 [B or 1, Sq]
     key_ids: Tensor | None = None  # int64 [B or 1, Sk]
+    blocks: Tensor | None = None  # bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]
     left: int | None = None
     right: int | None = None
     top_left: bool = False
+    block_size: int = 0  # 0 without blocks
 
 
 NO_MASK = MaskArgs()
@@ -42,8 +45,13 @@ class Mask:
             )
         return And(self, other)
 
-    def lower(self, B: int, H: int, Sq: int, Sk: int, device: torch.device) -> MaskArgs:
-        """The arguments that the ops take. Never looks at values, so it neither synchronises nor breaks a graph."""
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:  # fmt: skip
+        """The arguments that the ops take. Never looks at values, so it neither synchronises nor breaks a graph.
+
+        lengths: of the B packed sequences' queries and keys, int64 [B] each, of which Sq and Sk are bounds.
+        """
         raise NotImplementedError
 
     def to_dense(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
@@ -66,7 +74,7 @@ class Causal(Mask):
             raise ValueError(f'align is {align!r}; Causal accepts "bottom_right" or "top_left".')
         self.align = align
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         return MaskArgs(top_left=True) if self.align == "top_left" else MaskArgs(right=0)
 
     def _visible(self, B, H, Sq, Sk):
@@ -87,7 +95,7 @@ class Window(Mask):
         # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
         self.left, self.right = (None if n is None or n >= 2**40 else n for n in (left, right))
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         return MaskArgs(left=self.left, right=self.right)
 
     def _visible(self, B, H, Sq, Sk):
@@ -131,7 +139,7 @@ class Padding(_PerSequence):
     def __init__(self, key_lengths: Tensor):
         super().__init__(key_lengths)
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         return MaskArgs(end=self._column(B, device))
 
     def _visible(self, B, H, Sq, Sk):
@@ -144,7 +152,7 @@ class LeftPadding(_PerSequence):
     def __init__(self, starts: Tensor):
         super().__init__(starts)
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         return MaskArgs(begin=self._column(B, device))
 
     def _visible(self, B, H, Sq, Sk):
@@ -157,8 +165,8 @@ class Prefix(_PerSequence):
     def __init__(self, lengths: Tensor):
         super().__init__(lengths)
 
-    def lower(self, B, H, Sq, Sk, device):
-        causal_end = torch.arange(Sq, device=device) + (Sk - Sq + 1)
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
+        causal_end = torch.arange(Sq, device=device) + (_offset(Sq, Sk, lengths) + 1)
         return MaskArgs(end=torch.maximum(self._column(B, device), causal_end))
 
     def _visible(self, B, H, Sq, Sk):
@@ -184,9 +192,12 @@ class Documents(Mask):
             )
         return self.ids[:, Sk - Sq :], self.ids
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         _checks.same_device(self.ids, "Documents", device)
         query_ids, key_ids = self._ids(B, Sq, Sk)
+        if lengths is not None:
+            place = torch.arange(Sq, device=device) + _offset(Sq, Sk, lengths)
+            query_ids = key_ids.expand(B, Sk).gather(1, place.clamp(0, max(Sk - 1, 0)))
         return MaskArgs(query_ids=query_ids, key_ids=key_ids)
 
     def _visible(self, B, H, Sq, Sk):
@@ -203,7 +214,7 @@ class Dense(Mask):
         _checks.bool_mask(tensor, "mask")
         self.tensor = tensor
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         _checks.same_device(self.tensor, "mask", device)
         return MaskArgs(mask=_checks.as_4d(self.tensor, "mask", B, H, Sq, Sk))
 
@@ -214,16 +225,112 @@ class Dense(Mask):
         return f"Dense({_checks.text(self.tensor.shape)})"
 
 
+class _Blocks(Mask):
+    """A mask of square blocks of block_size queries and keys, counted from the first query and the first key."""
+
+    block_size: int
+
+    def _blocks(self, B: int, H: int, Sq: int, Sk: int, device: torch.device | None) -> Tensor:
+        """bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]"""
+        raise NotImplementedError
+
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
+        return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device), block_size=self.block_size)
+
+    def _visible(self, B, H, Sq, Sk):
+        return blocks_to_dense(self._blocks(B, H, Sq, Sk, None), self.block_size, Sq, Sk)
+
+
+class BlockSparse(_Blocks):
+    """Key j is visible to query i if blocks[..., i // block_size, j // block_size]; hidden blocks cost no work.
+
+    blocks: bool, True = attend, with n = ceil(S / block_size) blocks along each length: [nq,nk], or 4-d broadcastable
+    to [B,H,nq,nk]. block_size: a positive int; multiples of 64 (CPU) or 128 (CUDA) need no test inside of tiles.
+    """
+
+    def __init__(self, blocks: Tensor, block_size: int):
+        _checks.bool_mask(blocks, "blocks")
+        self.blocks, self.block_size = blocks, _positive("block_size", block_size)
+
+    def _blocks(self, B, H, Sq, Sk, device):
+        if device is not None:
+            _checks.same_device(self.blocks, "BlockSparse", device)
+        rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
+        shape = self.blocks.shape
+        if shape[-2:] == (rows, columns) and len(shape) == 2:
+            return self.blocks[None, None]
+        if len(shape) == 4 and shape[0] in (1, B) and shape[1] in (1, H) and shape[2:] == (rows, columns):
+            return self.blocks
+        raise ValueError(
+            f"BlockSparse was given blocks of shape {_checks.text(shape)} of size {self.block_size} for {Sq} queries "
+            f"and {Sk} keys; it accepts [{rows},{columns}], or four dimensions that broadcast to "
+            f"[B,H,{rows},{columns}] with B = {B}, H = {H}."
+        )
+
+    def __repr__(self):
+        return f"BlockSparse({_checks.text(self.blocks.shape)}, {self.block_size})"
+
+
+class _BlockPattern(_Blocks):
+    """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks."""
+
+    def _positions(self, Sq, Sk, device):
+        if (Sk - Sq) % self.block_size:
+            raise ValueError(
+                f"{self!r} was given {Sq} queries and {Sk} keys; it accepts lengths that differ by a multiple of "
+                f"{self.block_size}: pad, or build a masks.BlockSparse."
+            )
+        rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
+        i, j = _rows_and_keys(rows, columns, device)
+        return i + (Sk - Sq) // self.block_size, j
+
+
+class Strided(_BlockPattern):
+    """The block form of strided sparse attention (Child et al., "Generating long sequences with sparse Transformers",
+    2019): a block of queries sees the ``local`` blocks up to its own, and of all blocks each ``stride``-th one (those
+    numbered stride - 1, 2 stride - 1, ...). Combine with Causal() for language modelling."""
+
+    def __init__(self, stride: int, local: int = 1, block_size: int = 64):
+        self.stride, self.local = _positive("stride", stride), _positive("local", local)
+        self.block_size = _positive("block_size", block_size)
+
+    def _blocks(self, B, H, Sq, Sk, device):
+        i, j = self._positions(Sq, Sk, device)
+        return (((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))[None, None]
+
+    def __repr__(self):
+        return f"Strided({self.stride}, {self.local}, {self.block_size})"
+
+
+class Dilated(_BlockPattern):
+    """The block form of a dilated window (Beltagy et al., "Longformer", 2020): a block of queries sees the blocks at
+    distances 0, dilation, ..., window * dilation on both sides."""
+
+    def __init__(self, window: int, dilation: int, block_size: int = 64):
+        if not isinstance(window, int) or window < 0:
+            raise ValueError(f"window is {window!r}; accepted: an int >= 0.")
+        self.window, self.dilation = window, _positive("dilation", dilation)
+        self.block_size = _positive("block_size", block_size)
+
+    def _blocks(self, B, H, Sq, Sk, device):
+        i, j = self._positions(Sq, Sk, device)
+        distance = (i - j).abs()
+        return ((distance <= self.window * self.dilation) & (distance % self.dilation == 0))[None, None]
+
+    def __repr__(self):
+        return f"Dilated({self.window}, {self.dilation}, {self.block_size})"
+
+
 class And(Mask):
     """Several masks at once; written ``a & b``."""
 
     def __init__(self, *parts: Mask):
         self.parts = tuple(p for part in parts for p in (part.parts if isinstance(part, And) else (part,)))
 
-    def lower(self, B, H, Sq, Sk, device):
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
         args = NO_MASK
         for part in self.parts:
-            args = _both(args, part.lower(B, H, Sq, Sk, device))
+            args = _both(args, part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk)
         return args
 
     def _visible(self, B, H, Sq, Sk):
@@ -240,45 +347,81 @@ def _same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
     return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
+def _positive(name: str, x: int) -> int:
+    if not isinstance(x, int) or x < 1:
+        raise ValueError(f"{name} is {x!r}; accepted: a positive int.")
+    return x
+
+
+def _offset(Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None):
+    """o = Sk - Sq; of packed sequences, one per sequence: int64 [B,1]."""
+    return Sk - Sq if lengths is None else (lengths[1] - lengths[0])[:, None]
+
+
+def blocks_to_dense(blocks: Tensor, block_size: int, Sq: int, Sk: int) -> Tensor:
+    """[b,h,nq,nk] -> [b,h,Sq,Sk]"""
+    return blocks.repeat_interleave(block_size, 2)[:, :, :Sq].repeat_interleave(block_size, 3)[..., :Sk]
+
+
+def _both_blocks(a: MaskArgs, b: MaskArgs, Sq: int, Sk: int) -> tuple[Tensor | None, int]:
+    if a.blocks is None or b.blocks is None:
+        return (b.blocks, b.block_size) if a.blocks is None else (a.blocks, a.block_size)
+    size = math.gcd(a.block_size, b.block_size)
+    rows, columns = -(-Sq // size), -(-Sk // size)
+    first, second = (blocks_to_dense(x.blocks, x.block_size // size, rows, columns) for x in (a, b))
+    return first & second, size
+
+
 def _combine(a, b, function):
     if a is None or b is None:
         return b if a is None else a
     return function(a, b)
 
 
-def _both(a: MaskArgs, b: MaskArgs) -> MaskArgs:
+def _both(a: MaskArgs, b: MaskArgs, Sq: int, Sk: int) -> MaskArgs:
     dense = _combine(a.mask, b.mask, torch.logical_and)
     query_ids, key_ids = (b.query_ids, b.key_ids) if a.query_ids is None else (a.query_ids, a.key_ids)
     if a.query_ids is not None and b.query_ids is not None:  # the ops take one pair of ids
         dense = _combine(dense, _same_document(b.query_ids, b.key_ids), torch.logical_and)
+    blocks, block_size = _both_blocks(a, b, Sq, Sk)
     return MaskArgs(
         mask=dense,
         begin=_combine(a.begin, b.begin, torch.maximum),
         end=_combine(a.end, b.end, torch.minimum),
         query_ids=query_ids,
         key_ids=key_ids,
+        blocks=blocks,
+        block_size=block_size,
         left=_combine(a.left, b.left, min),
         right=_combine(a.right, b.right, min),
         top_left=a.top_left or b.top_left,
     )
 
 
-def lower(mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device) -> MaskArgs:
+def lower(
+    mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths=None
+) -> MaskArgs:  # fmt: skip
     """The ops' arguments for what users pass as ``mask=``: a mask object, a bool tensor, or None."""
     if mask is None:
         return NO_MASK
     if isinstance(mask, Mask):
-        return mask.lower(B, H, Sq, Sk, device)
+        return mask.lower(B, H, Sq, Sk, device, lengths)
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
-    return Dense(mask).lower(B, H, Sq, Sk, device)
+    return Dense(mask).lower(B, H, Sq, Sk, device, lengths)
 
 
-def visible_of(args: MaskArgs, Sq: int, Sk: int, device: torch.device) -> Tensor | None:
-    """What op arguments let each query see: a bool tensor that broadcasts to [B,H,Sq,Sk], or None for everything."""
+def visible_of(args: MaskArgs, Sq: int, Sk: int, device: torch.device, lengths=None) -> Tensor | None:
+    """What op arguments let each query see: a bool tensor that broadcasts to [B,H,Sq,Sk], or None for everything.
+
+    lengths: of packed sequences, as in Mask.lower; what lies past them is hidden.
+    """
     i, j = _rows_and_keys(Sq, Sk, device)
-    o = Sk - Sq
+    o = _offset(Sq, Sk, lengths)
     parts = []
+    if lengths is not None:
+        o = o[:, None, :, None]  # [B,1,1,1]
+        parts += [i < lengths[0][:, None, None, None], j < lengths[1][:, None, None, None]]
     if args.left is not None:
         parts.append(j >= i + (o - args.left))
     if args.right is not None:
@@ -291,6 +434,8 @@ def visible_of(args: MaskArgs, Sq: int, Sk: int, device: torch.device) -> Tensor
         parts.append(j < args.end[:, None, :, None])
     if args.query_ids is not None:
         parts.append(_same_document(args.query_ids, args.key_ids))
+    if args.blocks is not None:
+        parts.append(blocks_to_dense(args.blocks, args.block_size, Sq, Sk))
     if args.mask is not None:
         parts.append(args.mask)
     visible = None

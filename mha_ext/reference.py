@@ -9,17 +9,19 @@ is hidden from every query: plain matrix products cannot leave out single pairs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from . import _checks, masks
+from . import _checks, biases, masks
 
 _MASK32 = 0xFFFFFFFF
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask=None, bias=None, scale=None, dropout_p=0.0, softcap=0.0, rng_state=None,
-    return_lse=False, return_weights=False,
+    q: Tensor, k: Tensor, v: Tensor, *, mask=None, bias=None, scale=None, dropout_p=0.0, softcap=0.0, sinks=None,
+    rng_state=None, return_lse=False, return_weights=False,
 ):  # fmt: skip
     """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
@@ -27,7 +29,9 @@ def attention(
     if scale is None:
         scale = D**-0.5 if D > 0 else 1.0
     keep = _kept(rng_state, dropout_p, B, H, Sq, Sk)
-    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep)
+    if isinstance(bias, biases.Bias):
+        bias = bias.lower(H, Sq, Sk, _checks.accumulate_dtype(q.dtype), q.device)
+    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks)
     extra = ([lse] if return_lse else []) + ([weights] if return_weights else [])
     return (out, *extra) if extra else out
 
@@ -38,8 +42,58 @@ def masked_softmax(scores: Tensor, mask=None, *, bias=None, scale=1.0, dropout_p
     return softmax(scores, bias, visible, scale, dropout_p, _kept(rng_state, dropout_p, *scores.shape))
 
 
-def attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep) -> tuple[Tensor, Tensor, Tensor]:
+class Packed(NamedTuple):
+    """Packed sequences, and how to lay them out one per batch element."""
+
+    q_starts: Tensor  # int64 [B+1]
+    k_starts: Tensor  # int64 [B+1]
+    max_q: int
+    max_k: int
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        return self.q_starts.diff(), self.k_starts.diff()
+
+    @staticmethod
+    def pad(x: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """[1,H,T,D] -> [B,H,longest,D], 0 past the lengths"""
+        if x.shape[2] == 0:
+            return x.new_zeros(len(starts) - 1, x.shape[1], longest, x.shape[3])
+        place = starts[:-1, None] + torch.arange(longest, device=x.device)
+        inside = (place < starts[1:, None])[:, None, :, None]
+        rows = x[0][:, place.clamp(max=x.shape[2] - 1)].transpose(0, 1)
+        return torch.where(inside, rows, 0)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B,H,max_q,...] -> [1,H,T,...] of the queries"""
+        row = torch.arange(int(self.q_starts[-1]), device=x.device)
+        sequence = torch.searchsorted(self.q_starts, row, right=True) - 1
+        return x[sequence, :, row - self.q_starts[sequence]].transpose(0, 1)[None]
+
+
+def _dense_bias(bias: Tensor, Sq: int, Sk: int, lengths) -> Tensor:
+    """A relative bias [b,h,Sq+Sk-1] as [b,h,Sq,Sk]."""
+    i, j = torch.arange(Sq, device=bias.device)[:, None], torch.arange(Sk, device=bias.device)
+    if lengths is None:
+        return bias[:, :, j - i + (Sq - 1)]
+    shift = (lengths[1] - lengths[0])[:, None, None]  # [B,1,1]
+    place = (j - i - shift + (Sk - 1)).clamp(0, bias.shape[-1] - 1)
+    per_sequence = bias.expand(len(shift), -1, -1)
+    return torch.stack([x[:, at] for x, at in zip(per_sequence, place)])
+
+
+def attend(
+    q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks=None, packed: Packed | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights). visible: bool, broadcasts to [B,H,Sq,Sk], or None; keep: dropout_mask, or None without."""
+    if packed is not None:
+        q = packed.pad(q, packed.q_starts, packed.max_q)
+        k, v = (packed.pad(x, packed.k_starts, packed.max_k) for x in (k, v))
+        if bias is not None and bias.dim() == 3:
+            bias = _dense_bias(bias, packed.max_q, packed.max_k, packed.lengths())
+        out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks)
+        return packed.unpad(out), packed.unpad(lse), weights
+    if bias is not None and bias.dim() == 3:
+        bias = _dense_bias(bias, q.shape[2], k.shape[2], None)
     (B, H, Sq, _), Hk, Sk = q.shape, k.shape[1], k.shape[2]
     dtype = _checks.accumulate_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
@@ -50,7 +104,7 @@ def attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep) -> tuple[Ten
         scores = q.to(dtype) @ keys.mT * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        weights, lse = _softmax_and_lse(scores, bias, visible)
+        weights, lse = _softmax_and_lse(scores, bias, visible, sinks)
         weights = _dropout(weights, dropout_p, keep)
         return (weights @ values).to(q.dtype), lse, weights.to(q.dtype)
 
@@ -61,11 +115,17 @@ def softmax(scores, bias, visible, scale, dropout_p, keep) -> Tensor:
     return _dropout(weights, dropout_p, keep).to(scores.dtype)
 
 
-def _softmax_and_lse(scores: Tensor, bias: Tensor | None, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax_and_lse(
+    scores: Tensor, bias: Tensor | None, visible: Tensor | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if visible is not None:
         scores = torch.where(visible, scores, float("-inf"))
+    if sinks is not None:  # one more key, whose weight is then left out
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights, lse = _softmax_and_lse(torch.cat([scores, sink], -1), None, None)
+        return weights[..., :-1], lse
     if scores.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:-1], float("-inf"))
     top = scores.detach().amax(-1, keepdim=True)

@@ -278,7 +278,7 @@ def op_arguments(op, **given) -> tuple:
     """The arguments of an op in the order of its schema: those given by name, and for the others None, False, or 0."""
     names = [a.name for a in op._schema.arguments]
     assert set(given) <= set(names), f"{op} has no {set(given) - set(names)}"
-    neutral = {"Tensor?": None, "int?": None, "bool": False, "float": 0.0}
+    neutral = {"Tensor?": None, "int?": None, "int": 0, "SymInt": 0, "bool": False, "float": 0.0}
     return tuple(
         given[a.name]
         if a.name in given

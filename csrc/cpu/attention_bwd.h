@@ -14,6 +14,7 @@
 #include "finite_rows.h"
 #include "gemm.h"
 #include "parallel.h"
+#include "sequence.h"
 
 MHA_ISA_BEGIN
 
@@ -79,7 +80,9 @@ class BackwardWorker {
 
   void run(const BackwardUnit& unit) {
     dbias_ = p_.dbias;
-    if (unit.bias_part > 0) dbias_.data = parts_.dbias + (unit.bias_part - 1) * plan_.bias_elements;
+    if (unit.bias_part > 0) {
+      dbias_.data = parts_.dbias + (unit.bias_part - 1) * plan_.bias_elements + plan_.bias_origin;
+    }
     for (int64_t n = unit.first_shared; n < unit.last_shared; ++n) {
       int64_t at[3];
       plan_.place(unit.owned, n, at);
@@ -139,7 +142,7 @@ class BackwardWorker {
     block.finite =
         rows_finite<T>(p_.q, p_.dtype, block.rows, int(D)) && rows_finite<T>(p_.dout, p_.dtype, block.rows, int(Dv));
     row_dots(p_, block.rows, block.delta);
-    load_statistics(block, (b_ * p_.H + h) * p_.Sq + first);
+    load_statistics(block, b_ * p_.rows_stride_b + h * p_.rows_stride_h + first);
   }
 
   void load_statistics(QueryBlock<T>& block, int64_t first_row) {
@@ -278,6 +281,34 @@ void sum_parts(const Threads& threads, const Tensor4& out, DType type, int64_t B
   });
 }
 
+// dsinks[h] -= sum over b and i of (the sink's weight) * delta: the sink is a key whose value is 0.
+template <class T>
+void add_sink_gradients(const AttentionBackward& p, const Threads& threads) {
+  for_each_task(threads, p.H, [&](int64_t h, int) {
+    const T sink = static_cast<const T*>(p.sinks)[h];
+    if (sink == -std::numeric_limits<T>::infinity()) return;
+    double sum = 0;
+    RowBlock block;
+    T delta[kMaxRows];
+    for (int64_t b = 0; b < p.B; ++b) {
+      for (int64_t first = 0; first < p.Sq; first += kMaxRows) {
+        const int rows = int(min64(kMaxRows, p.Sq - first));
+        set_rows(&block, p.mask, b, h, first, rows, p.Sq, p.Sk);
+        row_dots(p, block, delta);
+        const int64_t at = b * p.rows_stride_b + h * p.rows_stride_h + first;
+        const T *lse = static_cast<const T*>(p.lse) + at, *rest = static_cast<const T*>(p.lse_rest),
+                *dlse = static_cast<const T*>(p.dlse);
+        for (int r = 0; r < rows; ++r) {
+          const T over = sink - lse[r], after = rest ? rest[at + r] : T(0);
+          if (over == 0 && after == 0) delta[r] = 0;  // a row that sees nothing, whatever its dout holds
+          sum -= double(std::exp(over - after) * (delta[r] - (dlse ? dlse[at + r] : T(0))));
+        }
+      }
+    }
+    static_cast<T*>(p.dsinks)[h] += T(sum);
+  });
+}
+
 template <class Unit>
 std::size_t backward_workspace(const AttentionBackward& p, int threads) {
   using T = typename Product<Unit>::Acc;
@@ -317,12 +348,13 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
     sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, parts.dv, plan.splits);
   }
   for_each_bias_part([&](const T* part, int64_t first, int64_t n) {
-    T* sum = static_cast<T*>(p.dbias.data) + first;
+    T* sum = static_cast<T*>(p.dbias.data) - plan.bias_origin + first;
     for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
   });
+  if (p.dsinks) add_sink_gradients<T>(p, threads);
 }
 
-inline void attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
+inline void run_attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
   if (p.dtype == DType::f64) return run_backward<double, 5>(p, threads, workspace);
   if (p.dtype == DType::f32) return run_backward<float, 5>(p, threads, workspace);
 #ifdef MHA_HAS_BF16_DOT
@@ -331,12 +363,23 @@ inline void attention_bwd(const AttentionBackward& p, const Threads& threads, vo
   run_backward<float, 4>(p, threads, workspace);
 }
 
-inline std::size_t attention_bwd_workspace(const AttentionBackward& p, int threads) {
+inline void attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
+  for_each_sequence(p, [&](const AttentionBackward& s) { run_attention_bwd(s, threads, workspace); });
+}
+
+inline std::size_t sequence_bwd_workspace(const AttentionBackward& p, int threads) {
   if (p.dtype == DType::f64) return backward_workspace<double>(p, threads);
 #ifdef MHA_HAS_BF16_DOT
   if (p.dtype == DType::bf16) return backward_workspace<Pair>(p, threads);
 #endif
   return backward_workspace<float>(p, threads);
+}
+
+inline std::size_t attention_bwd_workspace(const AttentionBackward& p, int threads) {
+  std::size_t bytes = 0;
+  for_each_sequence(p,
+                    [&](const AttentionBackward& s) { bytes = std::max(bytes, sequence_bwd_workspace(s, threads)); });
+  return bytes;
 }
 
 MHA_ISA_END

@@ -28,7 +28,7 @@ struct BackwardPlan {
   int64_t axis[3];
   bool shared[3];
   int64_t owned, shared_tasks, parts;  // units = owned * parts, each of about shared_tasks / parts tasks
-  int64_t bias_elements;
+  int64_t bias_elements, bias_origin;  // of dbias in memory; which of them is that of query 0 and key 0
 
   explicit BackwardPlan(const AttentionBackward& p) {
     const int64_t pairs = max64(1, p.B * p.Hk), tiles = ceil_div(p.Sk, kMaxKeys);
@@ -43,13 +43,15 @@ struct BackwardPlan {
     const int64_t bias_stride[3] = {p.dbias.stride[0], p.dbias.stride[1], p.dbias.stride[3]};
     owned = shared_tasks = 1;
     for (int a = 0; a < 3; ++a) {
-      shared[a] = p.dbias.data && bias_stride[a] == 0;
+      shared[a] = p.dbias.data && (bias_stride[a] == 0 || (p.bias_relative && a == 2));
       (shared[a] ? shared_tasks : owned) *= axis[a];
     }
     parts = max64(1, min64(shared_tasks, ceil_div(kBackwardTasks, max64(1, owned))));
-    bias_elements = p.dbias.data ? 1 : 0;
+    const bool empty = !p.dbias.data || p.B == 0 || p.H == 0 || p.Sq == 0 || p.Sk == 0;
+    bias_origin = p.bias_relative && !empty ? p.Sq - 1 : 0;
+    bias_elements = empty ? 0 : 1 + bias_origin;
     const int64_t size[4] = {p.B, p.H, p.Sq, p.Sk};
-    for (int a = 0; a < 4; ++a) bias_elements *= p.dbias.stride[a] ? size[a] : min64(1, size[a]);
+    for (int a = 0; a < 4 && !empty; ++a) bias_elements += max64(0, p.dbias.stride[a]) * (size[a] - 1);
   }
 
   int64_t units() const { return shared_tasks > 0 ? owned * parts : 0; }

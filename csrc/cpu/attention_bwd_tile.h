@@ -126,7 +126,7 @@ template <class T>
 inline void load_dropout(T* factor, const AttentionBackward& p, const RowBlock& block, int64_t first_key, int keys) {
   uint32_t batch_head[kMaxRows] = {}, query[kMaxRows] = {};
   for (int r = 0; r < block.rows; ++r) {
-    batch_head[r] = uint32_t(block.b * p.H + block.head[r]);
+    batch_head[r] = uint32_t(p.dropout.first_head + block.b * p.H + block.head[r]);
     query[r] = uint32_t(block.query[r]);
   }
   dropout_multipliers(factor, kMaxRows, p.dropout, batch_head, query, block.rows, first_key, keys);

@@ -8,6 +8,7 @@
 #include "parallel.h"
 #include "philox_vec.h"
 #include "score_tile.h"
+#include "sequence.h"
 #include "tile_mask.h"
 
 MHA_ISA_BEGIN
@@ -149,7 +150,7 @@ struct ForwardBlock {
     if (!p.dropout.rng_state) return;
     for (int r = 0; r < kMaxRows; ++r) {
       const int i = std::min(r, s.block->rows - 1);
-      s.batch_head[r] = uint32_t(s.block->b * p.H + s.block->head[i]);
+      s.batch_head[r] = uint32_t(p.dropout.first_head + s.block->b * p.H + s.block->head[i]);
       s.query[r] = uint32_t(s.block->query[i]);
     }
   }
@@ -228,29 +229,43 @@ struct ForwardBlock {
     }
   }
 
+  // Per lane: 1 / the softmax's denominator, in units of 2^(row_max * exponent); 0 where that is 0. Also lse and its
+  // rest.
+  void finish_rows(T* inverse) {
+    const T* sinks = static_cast<const T*>(p.sinks);
+    T *lse = static_cast<T*>(p.lse), *lse_rest = static_cast<T*>(p.lse_rest);
+    for (int r = 0; r < s.block->rows; ++r) {
+      const int64_t row = s.block->b * p.rows_stride_b + s.block->head[r] * p.rows_stride_h + s.block->query[r];
+      const T sum = s.row_sum[r], sink = sinks ? sinks[s.block->head[r]] : -kInf;
+      const bool empty = sum == 0;
+      T top = empty ? -kInf : s.row_max[r], natural = rule.natural, total = sum, share = T(1);
+      if (sinks && sink != -kInf) {  // a NaN sink must show
+        const T keys_top = top * natural;
+        top = keys_top > sink ? keys_top : sink, natural = T(1);
+        share = empty ? T(0) : std::exp(keys_top - top);
+        total = sum * share + std::exp(sink - top);
+      }
+      inverse[r] = empty ? T(0) : share / total;
+      const T log_total = std::log(total);
+      lse[row] = top == -kInf ? -kInf : std::fma(top, natural, log_total);
+      if (lse_rest) lse_rest[row] = top == -kInf ? T(0) : std::fma(top, natural, -lse[row]) + log_total;
+    }
+  }
+
   void store_rows() {
-    const V zero = set1(T(0)), one = set1(T(1));
+    const V zero = set1(T(0));
+    finish_rows(s.rescale);
     for (int r = 0; r < lanes; r += L) {
-      V sum = load(s.row_sum + r);
-      VecMask<T> empty = equal(sum, zero);
-      V inverse = one / select(empty, one, sum);
+      V inverse = load(s.rescale + r);  // what store_weights multiplies by, too
+      VecMask<T> empty = equal(load(s.row_sum + r), zero);
       for (int64_t d = 0; d < p.Dv; ++d) {
         T* out = s.out + d * kMaxRows + r;
         store(out, select(empty, zero, load(out) * inverse));
       }
-      store(s.rescale + r, select(empty, zero, inverse));  // what store_weights multiplies by
     }
     int64_t offset[kMaxRows];
     row_offsets(offset, p.out.stride);
     untranspose_rows(p.out.data, p.dtype, offset, s.out, kMaxRows, s.block->rows, int(p.Dv));
-    T *lse = static_cast<T*>(p.lse), *lse_rest = static_cast<T*>(p.lse_rest);
-    for (int r = 0; r < s.block->rows; ++r) {
-      const int64_t row = (s.block->b * p.H + s.block->head[r]) * p.Sq + s.block->query[r];
-      const bool empty = s.row_sum[r] == 0;
-      const T log_sum = std::log(s.row_sum[r]);
-      lse[row] = empty ? -kInf : std::fma(s.row_max[r], rule.natural, log_sum);
-      if (lse_rest) lse_rest[row] = empty ? T(0) : std::fma(s.row_max[r], rule.natural, -lse[row]) + log_sum;
-    }
   }
 
   // The weights, computed again now that each row's maximum and sum are known.
@@ -302,7 +317,7 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
 }
 
 // Half types compute in float; their results are rounded so coarsely that a shorter polynomial does.
-inline void attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
+inline void run_attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
   if (p.dtype == DType::f64) return run_forward<double, 5>(p, threads, workspace);
   if (p.dtype == DType::f32) return run_forward<float, 5>(p, threads, workspace);
 #ifdef MHA_HAS_BF16_DOT
@@ -311,13 +326,23 @@ inline void attention_fwd(const AttentionForward& p, const Threads& threads, voi
   run_forward<float, 4>(p, threads, workspace);
 }
 
-inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {
+inline void attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
+  for_each_sequence(p, [&](const AttentionForward& s) { run_attention_fwd(s, threads, workspace); });
+}
+
+inline std::size_t sequence_fwd_workspace(const AttentionForward& p, int threads) {
   std::size_t bytes =
       p.dtype == DType::f64 ? ForwardScratch<double>(p, nullptr).bytes : ForwardScratch<float>(p, nullptr).bytes;
 #ifdef MHA_HAS_BF16_DOT
   if (p.dtype == DType::bf16) bytes = ForwardScratch<Pair>(p, nullptr).bytes;
 #endif
   return bytes * std::size_t(threads);
+}
+
+inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {
+  std::size_t bytes = 0;
+  for_each_sequence(p, [&](const AttentionForward& s) { bytes = std::max(bytes, sequence_fwd_workspace(s, threads)); });
+  return bytes;
 }
 
 MHA_ISA_END

@@ -64,11 +64,15 @@ void add_bias(Acc<T>* to, const T* bias, int64_t stride, int64_t n) {
   });
 }
 
-// Which keys of an interval documents and the dense mask leave visible: null when there are neither, else bytes[0..n),
-// with room for a whole vector behind them.
+// Which keys of an interval documents, blocks and the dense mask leave visible: null when there are none, else
+// bytes[0..n), with room for a whole vector behind them.
 inline const uint8_t* visible_bytes(const Mask& m, int64_t b, int64_t h, int64_t i, Interval keys, uint8_t* bytes) {
   const int64_t n = keys.end - keys.begin;
-  if (!m.dense && !m.query_ids) return nullptr;
+  if (!m.elementwise()) return nullptr;
+  if (m.blocks) {
+    for (int64_t j = 0; j < n; ++j) bytes[j] = visible_in_interval(m, b, h, i, keys.begin + j);
+    return bytes;
+  }
   if (m.dense) {
     const uint8_t* dense = m.dense + b * m.dense_stride_b + h * m.dense_stride_h + i * m.dense_stride_q;
     for (int64_t j = 0; j < n; ++j) bytes[j] = dense[(keys.begin + j) * m.dense_stride_k] != 0;

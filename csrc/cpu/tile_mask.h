@@ -127,6 +127,38 @@ inline TileKind mark_dense(TileMask<T>* tile, const Mask& m, const RowBlock& blo
   return TileKind::some;
 }
 
+// Takes the keys out of byte that blocks hide (after filling it, unless keep_listed).
+template <class T>
+inline TileKind mark_blocks(TileMask<T>* tile, const Mask& m, const RowBlock& block, int64_t first, int keys,
+                            bool keep_listed) {
+  const int64_t first_block = first / m.block_size, last_block = (first + keys - 1) / m.block_size;
+  auto row_of = [&](int r) {
+    return m.blocks + block.b * m.blocks_stride_b + block.head[r] * m.blocks_stride_h +
+           block.query[r] / m.block_size * m.blocks_stride_q;
+  };
+  bool any = false, all = true;
+  const uint8_t* previous = nullptr;
+  for (int r = 0; r < block.rows; ++r) {
+    const uint8_t* row = row_of(r);
+    if (row == previous) continue;
+    previous = row;
+    for (int64_t n = first_block; n <= last_block; ++n) {
+      const bool seen = row[n * m.blocks_stride_k] != 0;
+      any |= seen;
+      all &= seen;
+    }
+  }
+  if (!any) return TileKind::none;
+  if (all) return TileKind::all;
+  if (!keep_listed) std::memset(tile->byte, 1, sizeof(tile->byte));
+  for (int r = 0; r < block.rows; ++r) {
+    const uint8_t* row = row_of(r);
+    for (int j = 0; j < keys; ++j)
+      if (!row[(first + j) / m.block_size * m.blocks_stride_k]) tile->byte[j * kMaxRows + r] = 0;
+  }
+  return TileKind::some;
+}
+
 // The keys first .. first + keys (at most kMaxKeys) against the block. For TileKind::some, tile is filled; lanes past
 // block.rows see nothing.
 template <class T>
@@ -140,6 +172,11 @@ inline TileKind classify(TileMask<T>* tile, const Mask& m, const RowBlock& block
   }
   if (m.dense) {
     TileKind kind = mark_dense(tile, m, block, first, keys, tile->test_bytes);
+    if (kind == TileKind::none) return kind;
+    tile->test_bytes |= kind == TileKind::some;
+  }
+  if (m.blocks) {
+    TileKind kind = mark_blocks(tile, m, block, first, keys, tile->test_bytes);
     if (kind == TileKind::none) return kind;
     tile->test_bytes |= kind == TileKind::some;
   }

@@ -22,8 +22,8 @@ struct Plan {
 
 // What an instance that is not general leaves out.
 bool plain(const AttentionBackwardLaunch& p) {
-  return !p.bias.data && !p.mask.query_ids && !p.mask.dense && p.softcap == 0 && !p.dropout.rng_state &&
-         !p.dweights.data && p.aligned;
+  return !p.bias.data && !p.mask.elementwise() && p.softcap == 0 && !p.dropout.rng_state && !p.dweights.data &&
+         p.aligned;
 }
 
 template <std::size_t kCount>

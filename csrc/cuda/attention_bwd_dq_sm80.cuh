@@ -101,7 +101,7 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   };
   if (tile < tile_end) load_keys(tile, base);
   float dq[C::kMt][C::kOt][4] = {};
-  const bool elementwise = C::kGeneral && (p.mask.query_ids || p.mask.dense);
+  const bool elementwise = C::kGeneral && p.mask.elementwise();
 
   for (uint32_t stage = base; tile < tile_end; ++tile) {
     cp_async_wait<0>();

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   uint32_t stage = base;
   if (tile >= 0) load_queries(tile, stage);
   float dk[C::kMt][C::kOt][4] = {}, dv[C::kMt][C::kOt][4] = {};
-  const bool elementwise = C::kGeneral && (p.mask.query_ids || p.mask.dense);
+  const bool elementwise = C::kGeneral && p.mask.elementwise();
 
   while (tile >= 0) {
     cp_async_wait<0>();

@@ -18,7 +18,7 @@ struct Plan {
 
 // What an instance that is not general leaves out.
 bool plain(const AttentionForwardLaunch& p) {
-  return !p.bias.data && !p.mask.query_ids && !p.mask.dense && p.softcap == 0 && !p.dropout.rng_state && p.scale > 0 &&
+  return !p.bias.data && !p.mask.elementwise() && p.softcap == 0 && !p.dropout.rng_state && p.scale > 0 &&
          p.aligned_q && p.aligned_k && p.aligned_v;
 }
 

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int d = 0; d < C::kHead / 16; ++d) ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
   }
 
-  const bool elementwise = C::kGeneral && (p.mask.query_ids || p.mask.dense);
+  const bool elementwise = C::kGeneral && p.mask.elementwise();
   const float scale = C::kGeneral ? 1.0f : p.scale_log2;
   for (uint32_t stage = stages; tile < tile_end; ++tile) {
     cp_async_wait<0>();

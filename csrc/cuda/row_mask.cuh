@@ -46,7 +46,7 @@ struct ScoreRow {
   }
   // Whether it is plain that all of count keys from j on are seen.
   __device__ bool sees_all(const Mask& mask, int64_t j, int count) const {
-    return j >= interval.begin && j + count <= interval.end && !mask.query_ids && !mask.dense;
+    return j >= interval.begin && j + count <= interval.end && !mask.elementwise();
   }
   __device__ int64_t offset(const Tensor4& t) const { return b * t.stride[0] + h * t.stride[1] + i * t.stride[2]; }
 };

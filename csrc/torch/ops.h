@@ -8,45 +8,53 @@ namespace mha::torch_layer {
 
 #define MHA_MASK_PARAMETERS                                                                                     \
   OptionalTensor bias, OptionalTensor mask, OptionalTensor begin, OptionalTensor end, OptionalTensor query_ids, \
-      OptionalTensor key_ids, std::optional<int64_t> left, std::optional<int64_t> right, bool top_left
-#define MHA_MODIFIERS \
-  Modifiers { bias, mask, begin, end, query_ids, key_ids, left, right, top_left, dropout_p, rng_state }
+      OptionalTensor key_ids, OptionalTensor blocks, std::optional<int64_t> left, std::optional<int64_t> right, \
+      bool top_left, int64_t block_size
+#define MHA_SEQUENCE_PARAMETERS \
+  OptionalTensor q_starts, OptionalTensor k_starts, int64_t max_q, int64_t max_k, OptionalTensor sinks
+#define MHA_MODIFIERS                                                                                           \
+  Modifiers {                                                                                                   \
+    bias, mask, begin, end, query_ids, key_ids, blocks, left, right, top_left, block_size, dropout_p, rng_state \
+  }
+#define MHA_SEQUENCES \
+  Sequences { q_starts, k_starts, max_q, max_k }
 
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS,
-                                                         double scale, double softcap, double dropout_p,
-                                                         OptionalTensor rng_state, bool return_weights,
-                                                         bool /*deterministic: for backward*/) {
+                                                         MHA_SEQUENCE_PARAMETERS, double scale, double softcap,
+                                                         double dropout_p, OptionalTensor rng_state,
+                                                         bool return_weights, bool /*deterministic: for backward*/) {
   AttentionForward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
+  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
   Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q), lse_rest = empty_lse(q);
+  MHA_CHECK(!return_weights || !q_starts, "return_weights is true for packed sequences; it must be false.");
   Tensor weights = empty(return_weights ? Sizes{p.B, p.H, p.Sq, p.Sk} : Sizes{0}, q.scalar_type(), q);
   p.out = view4(out);
   p.lse = lse.data_ptr(), p.lse_rest = lse_rest.data_ptr();
   if (return_weights) p.weights = view4(weights);
+  if (q_starts) p.out.stride[0] = 0;
   Backend::attention_fwd(p, q);
   return {out, lse, lse_rest, weights};
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTensor dlse, OptionalTensor dweights,
-                                                         Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                                         Tensor lse_rest, MHA_MASK_PARAMETERS, double scale,
-                                                         double softcap, double dropout_p, OptionalTensor rng_state,
-                                                         bool need_dbias, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
+    Tensor dout, OptionalTensor dlse, OptionalTensor dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+    Tensor lse_rest, MHA_MASK_PARAMETERS, MHA_SEQUENCE_PARAMETERS, double scale, double softcap, double dropout_p,
+    OptionalTensor rng_state, bool need_dbias, bool deterministic) {
   AttentionBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, scale, softcap);
+  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
   Tensor dout_unit = unit_last_stride(dout), out_unit = unit_last_stride(out);
   for (auto [t, name] : {std::pair{&dout_unit, "dout"}, std::pair{&out_unit, "out"}}) {
-    check_shape(*t, name, {p.B, p.H, p.Sq, p.Dv});
+    check_shape(*t, name, {q.size(0), p.H, q.size(2), p.Dv});
     check_device(*t, name, q, "q");
     MHA_CHECK(t->scalar_type() == q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
   }
   ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
   auto row_statistic = [&](const Tensor& t, const char* name) {
-    check_shape(t, name, {p.B, p.H, p.Sq});
+    check_shape(t, name, {q.size(0), p.H, q.size(2)});
     check_device(t, name, q, "q");
     MHA_CHECK(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
               "; the op accepts ", torch::headeronly::toString(accumulate), ".");
@@ -67,9 +75,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTe
   Tensor dq = empty_in_order_of(q, p.D), dk = empty_in_order_of(k, p.D), dv = empty_in_order_of(v, p.Dv);
   p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
   MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
-  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, q);
+  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
+                            : empty({0}, accumulate, q);
+  Tensor dsinks = empty({sinks ? p.H : 0}, accumulate, q);
+  if (sinks) p.dsinks = torch::stable::zero_(dsinks).data_ptr();
+  if (q_starts)
+    for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
   Backend::attention_bwd(p, q);
-  return {dq, dk, dv, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
+  return {dq, dk, dv, need_dbias ? as_dtype_of(dbias, *bias) : dbias, dsinks};
 }
 
 template <class Backend>
@@ -106,7 +119,8 @@ std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor
   Tensor dscores = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores);
   p.dscores = view4(dscores);
   MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
-  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), p.dbias) : empty({0}, accumulate, scores);
+  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
+                            : empty({0}, accumulate, scores);
   Backend::masked_softmax_bwd(p, scores);
   return {dscores, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
 }

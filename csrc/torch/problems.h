@@ -6,15 +6,22 @@ namespace mha::torch_layer {
 
 // The mask, bias and dropout arguments that the attention and softmax ops have in common.
 struct Modifiers {
-  OptionalTensor bias, mask, begin, end, query_ids, key_ids;
+  OptionalTensor bias, mask, begin, end, query_ids, key_ids, blocks;
   std::optional<int64_t> left, right;
   bool top_left;
+  int64_t block_size;
   double dropout_p;
   OptionalTensor rng_state;
 };
 
 struct ScoreShape {
   int64_t B, H, Sq, Sk;
+};
+
+// Packed sequences: where they start in q and k, [B+1], and bounds of their lengths. Without starts, nothing.
+struct Sequences {
+  OptionalTensor q_starts, k_starts;
+  int64_t max_q, max_k;
 };
 
 inline const int64_t* int64_data(const Tensor& t, const char* name, const Tensor& like) {
@@ -49,7 +56,7 @@ inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std
   auto clamp = [](int64_t x) { return std::clamp<int64_t>(x, -kNoLimit, kNoLimit); };
   if (m.left) mask.band_lo = diagonal - clamp(*m.left);
   if (m.right) mask.band_hi = diagonal + clamp(*m.right);
-  if (m.top_left) mask.band_hi = std::min<int64_t>(mask.band_hi, 0);
+  mask.top_left = m.top_left;
   fill_interval(m.begin, "begin", n, like, mask.begin, mask.begin_stride_b, mask.begin_stride_q);
   fill_interval(m.end, "end", n, like, mask.end, mask.end_stride_b, mask.end_stride_q);
   MHA_CHECK(m.query_ids.has_value() == m.key_ids.has_value(),
@@ -68,7 +75,30 @@ inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std
     mask.dense_stride_b = v.stride[0], mask.dense_stride_h = v.stride[1];
     mask.dense_stride_q = v.stride[2], mask.dense_stride_k = v.stride[3];
   }
+  if (m.blocks) {
+    MHA_CHECK(m.block_size > 0, "block_size is ", m.block_size, "; it must be positive.");
+    MHA_CHECK(m.blocks->scalar_type() == ScalarType::Bool, "blocks has dtype ",
+              torch::headeronly::toString(m.blocks->scalar_type()), "; the op accepts bool, True = attend.");
+    auto count = [&](int64_t length) { return (length + m.block_size - 1) / m.block_size; };
+    check_shape(*m.blocks, "blocks", {kOneOr + n.B, kOneOr + n.H, count(n.Sq), count(n.Sk)});
+    check_device(*m.blocks, "blocks", like, "the scores' tensors");
+    Tensor4 v = view4(*m.blocks, true);
+    mask.blocks = static_cast<const uint8_t*>(v.data), mask.block_size = m.block_size;
+    mask.blocks_stride_b = v.stride[0], mask.blocks_stride_h = v.stride[1];
+    mask.blocks_stride_q = v.stride[2], mask.blocks_stride_k = v.stride[3];
+  }
   return mask;
+}
+
+// A relative bias has 3 dimensions, the last for the keys less the queries' positions (bottom-right), from far left.
+inline bool is_relative(const Tensor& bias) { return bias.dim() == 3; }
+
+inline Tensor4 view_bias(const Tensor& bias, ScoreShape n) {
+  if (!is_relative(bias)) return view4(bias, true);
+  Tensor4 v{bias.data_ptr(), {bias.size(0) == 1 ? 0 : bias.stride(0), bias.size(1) == 1 ? 0 : bias.stride(1), -1, 1}};
+  // Key 0 is seen from query 0 at distance Sq - Sk, whose place is Sq - 1.
+  v.data = static_cast<char*>(v.data) + (n.Sq - 1) * int64_t(size_of_element(bias.scalar_type()));
+  return v;
 }
 
 // Fills what AttentionProblem and MaskedSoftmaxProblem have in common.
@@ -76,14 +106,18 @@ template <class Problem>
 void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
   p.mask = build_mask(m, n, like, keep);
   if (m.bias) {
-    check_shape(*m.bias, "bias", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
+    if (is_relative(*m.bias))
+      check_shape(*m.bias, "bias", {kOneOr + n.B, kOneOr + n.H, std::max<int64_t>(n.Sq + n.Sk - 1, 0)});
+    else
+      check_shape(*m.bias, "bias", {kOneOr + n.B, kOneOr + n.H, kOneOr + n.Sq, kOneOr + n.Sk});
     check_device(*m.bias, "bias", like, "the scores' tensors");
     p.bias_dtype = dtype_of(*m.bias, "bias");
     MHA_CHECK(p.bias_dtype == p.dtype || p.bias_dtype == accumulate_type(p.dtype), "bias has dtype ",
               torch::headeronly::toString(m.bias->scalar_type()), "; the op accepts ",
               torch::headeronly::toString(scalar_type_of(p.dtype)), " or ",
               torch::headeronly::toString(scalar_type_of(accumulate_type(p.dtype))), ".");
-    p.bias = view4(*m.bias, true);
+    keep.push_back(is_relative(*m.bias) ? unit_last_stride(*m.bias) : *m.bias);
+    p.bias = view_bias(keep.back(), n);
   }
   MHA_CHECK(m.dropout_p >= 0 && m.dropout_p <= 1, "dropout_p is ", m.dropout_p, "; it must lie in [0, 1].");
   p.dropout.p = m.dropout_p;
@@ -117,7 +151,51 @@ inline AttentionInputs attention_inputs(const Tensor& q, const Tensor& k, const 
   return {unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), {}};
 }
 
-inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modifiers& m, double scale, double softcap) {
+inline const int64_t* fill_starts(const Tensor& t, const char* name, const Tensor& packed, int64_t longest,
+                                  std::vector<Tensor>& keep) {
+  MHA_CHECK(t.dim() == 1 && t.size(0) > 0, name, " has shape ", shape_text(t), "; the op accepts [sequences + 1].");
+  keep.push_back(torch::stable::contiguous(t));
+  const int64_t* starts = int64_data(keep.back(), name, packed);
+  if (!packed.is_cpu()) return starts;  // looking would wait for the GPU
+  const int64_t count = t.size(0) - 1;
+  MHA_CHECK(starts[0] == 0 && starts[count] == packed.size(2), name, " goes from ", starts[0], " to ", starts[count],
+            "; it must go from 0 to the number of packed rows, ", packed.size(2), ".");
+  for (int64_t b = 0; b < count; ++b)
+    MHA_CHECK(starts[b] <= starts[b + 1] && starts[b + 1] - starts[b] <= longest, name, " gives sequence ", b,
+              " the length ", starts[b + 1] - starts[b], "; accepted: lengths from 0 to the longest, ", longest, ".");
+  return starts;
+}
+
+inline void fill_sequences(AttentionProblem& p, AttentionInputs& in, const Sequences& s) {
+  p.rows_stride_b = p.H * p.Sq, p.rows_stride_h = p.Sq;
+  MHA_CHECK(s.q_starts.has_value() == s.k_starts.has_value(),
+            "one of q_starts and k_starts is missing; the op accepts both or neither.");
+  if (!s.q_starts) return;
+  MHA_CHECK(p.B == 1, "q has batch size ", p.B, "; packed sequences take [1,H,T,D].");
+  MHA_CHECK(s.max_q >= 0 && s.max_k >= 0, "the longest lengths are ", s.max_q, " and ", s.max_k,
+            "; they must not be negative.");
+  p.q_starts = fill_starts(*s.q_starts, "q_starts", in.q, s.max_q, in.keep);
+  p.k_starts = fill_starts(*s.k_starts, "k_starts", in.k, s.max_k, in.keep);
+  check_shape(*s.k_starts, "k_starts", {s.q_starts->size(0)});
+  p.B = s.q_starts->size(0) - 1;
+  p.rows_stride_b = 0;
+  p.Sq = s.max_q, p.Sk = s.max_k;
+  p.q.stride[0] = p.k.stride[0] = p.v.stride[0] = 0;
+}
+
+inline void fill_sinks(AttentionProblem& p, AttentionInputs& in, const OptionalTensor& sinks) {
+  if (!sinks) return;
+  check_shape(*sinks, "sinks", {p.H});
+  check_device(*sinks, "sinks", in.q, "q");
+  ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
+  MHA_CHECK(sinks->scalar_type() == accumulate, "sinks has dtype ", torch::headeronly::toString(sinks->scalar_type()),
+            "; the op accepts ", torch::headeronly::toString(accumulate), ".");
+  in.keep.push_back(torch::stable::contiguous(*sinks));
+  p.sinks = in.keep.back().data_ptr();
+}
+
+inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modifiers& m, const Sequences& sequences,
+                           const OptionalTensor& sinks, double scale, double softcap) {
   p.B = in.q.size(0), p.H = in.q.size(1), p.Hk = in.k.size(1);
   p.Sq = in.q.size(2), p.Sk = in.k.size(2), p.D = in.q.size(3), p.Dv = in.v.size(3);
   p.dtype = dtype_of(in.q, "q");
@@ -125,6 +203,9 @@ inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modif
   p.scale = scale;
   MHA_CHECK(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
   p.softcap = softcap;
+  fill_sequences(p, in, sequences);
+  fill_sinks(p, in, sinks);
+  p.bias_relative = m.bias && is_relative(*m.bias);
   fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
 }
 
@@ -135,6 +216,8 @@ inline void fill_softmax(MaskedSoftmaxProblem& p, const Tensor& scores, const Mo
   p.dtype = dtype_of(scores, "scores");
   p.scores = view4(scores);
   p.scale = scale;
+  MHA_CHECK(!m.bias || !is_relative(*m.bias), "bias has shape ", shape_text(*m.bias),
+            "; this op accepts four dimensions.");
   fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, scores, keep);
 }
 
@@ -143,11 +226,11 @@ inline Tensor empty_lse(const Tensor& q) {
 }
 
 // The zeroed sum of the bias gradient in the accumulate type, and its view.
-inline Tensor zeros_dbias(const Tensor& bias, DType accumulate, Tensor4& view) {
+inline Tensor zeros_dbias(const Tensor& bias, DType accumulate, ScoreShape n, Tensor4& view) {
   Sizes sizes(bias.sizes().begin(), bias.sizes().end());
   Tensor sum = empty(sizes, scalar_type_of(accumulate), bias);
   torch::stable::zero_(sum);
-  view = view4(sum, true);
+  view = view_bias(sum, n);
   return sum;
 }
 

@@ -5,16 +5,17 @@
 
 STABLE_TORCH_LIBRARY(mha_ext, m) {
   const std::string mask =
-      "Tensor? bias, Tensor? mask, Tensor? begin, Tensor? end, Tensor? query_ids, Tensor? key_ids, int? left, "
-      "int? right, bool top_left, ";
+      "Tensor? bias, Tensor? mask, Tensor? begin, Tensor? end, Tensor? query_ids, Tensor? key_ids, Tensor? blocks, "
+      "int? left, int? right, bool top_left, int block_size, ";
+  const std::string sequences = "Tensor? q_starts, Tensor? k_starts, SymInt max_q, SymInt max_k, Tensor? sinks, ";
   const std::string dropout = "float dropout_p, Tensor? rng_state";
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
-  def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + "float scale, float softcap, " + dropout +
+  def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + sequences + "float scale, float softcap, " + dropout +
       ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
   def("attention_bwd(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, Tensor lse_rest, " +
-      mask + "float scale, float softcap, " + dropout +
-      ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+      mask + sequences + "float scale, float softcap, " + dropout +
+      ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
   def("masked_softmax_fwd(Tensor scores, " + mask + "float scale, " + dropout + ") -> (Tensor out, Tensor lse)");
   def("masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, " + mask + "float scale, " + dropout +
       ", bool need_dbias) -> (Tensor dscores, Tensor dbias)");

@@ -147,6 +147,7 @@ inline void make_inputs(const Case& c, Inputs& in) {
   auto normal = [&] { return r.normal(); };
   mha::AttentionBackward& p = in.p;
   p.B = c.B, p.H = c.H, p.Hk = c.Hk, p.Sq = c.Sq, p.Sk = c.Sk, p.D = c.D, p.Dv = c.Dv, p.dtype = c.dtype;
+  p.rows_stride_b = p.H * p.Sq, p.rows_stride_h = p.Sq;
   p.scale = c.scale, p.softcap = c.softcap;
   const Layout l = layout_of(c);
   in.q = Strided(c.dtype, c.B, c.H, c.Sq, c.D, l);

@@ -118,10 +118,15 @@ inline void write(Array4& x, const Tensor4& t, DType type) {
 // ---- mask, dropout, scores -----------------------------------------------------------------------------------------
 
 inline bool visible(const mha::Mask& m, int64_t b, int64_t h, int64_t i, int64_t j) {
-  if (j - i < m.band_lo || j - i > m.band_hi) return false;
+  if (j - i < m.band_lo || j - i > m.band_hi || (m.top_left && j > i)) return false;
   if (m.begin && j < m.begin[b * m.begin_stride_b + i * m.begin_stride_q]) return false;
   if (m.end && j >= m.end[b * m.end_stride_b + i * m.end_stride_q]) return false;
   if (m.query_ids && m.query_ids[b * m.query_ids_stride_b + i] != m.key_ids[b * m.key_ids_stride_b + j]) return false;
+  if (m.blocks) {
+    const int64_t row = i / m.block_size, column = j / m.block_size;
+    if (!m.blocks[b * m.blocks_stride_b + h * m.blocks_stride_h + row * m.blocks_stride_q + column * m.blocks_stride_k])
+      return false;
+  }
   if (m.dense && !m.dense[b * m.dense_stride_b + h * m.dense_stride_h + i * m.dense_stride_q + j * m.dense_stride_k])
     return false;
   return true;

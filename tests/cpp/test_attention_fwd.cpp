@@ -81,6 +81,7 @@ void make_inputs(const Case& c, DType t, uint64_t seed, Inputs& in) {
   in.v = random_tensor(t, c.B, c.Hk, c.Sk, c.Dv, random, layout);
   mha::AttentionProblem& p = in.p;
   p.B = c.B, p.H = c.H, p.Hk = c.Hk, p.Sq = c.Sq, p.Sk = c.Sk, p.D = c.D, p.Dv = c.Dv, p.dtype = t;
+  p.rows_stride_b = p.H * p.Sq, p.rows_stride_h = p.Sq;
   p.q = in.q.t, p.k = in.k.t, p.v = in.v.t, p.scale = c.scale, p.softcap = c.softcap;
   if (c.dropout >= 0) p.dropout = {c.dropout, in.rng};
   if (c.bias != kNone) {

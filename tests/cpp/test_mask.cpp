@@ -9,7 +9,7 @@ struct Case {
   int64_t B = 2, H = 2, Sq, Sk;
   mha::Mask mask;
   std::vector<int64_t> begin, end, query_ids, key_ids;
-  std::vector<uint8_t> dense;
+  std::vector<uint8_t> dense, blocks;
 };
 
 // Any mix of parts, with values far outside of [0, Sk] among them.
@@ -41,6 +41,14 @@ Case random_case(Random& random) {
   if (random.below(2)) {
     for (int64_t i = 0; i < c.B * c.Sk; ++i) c.dense.push_back(uint8_t(random.below(3)));
     m.dense = c.dense.data(), m.dense_stride_b = c.Sk, m.dense_stride_k = 1;
+  }
+  m.top_left = random.below(4) == 0;
+  if (random.below(2)) {
+    m.block_size = 1 + random.below(4);
+    const int64_t rows = (c.Sq + m.block_size - 1) / m.block_size, columns = (c.Sk + m.block_size - 1) / m.block_size;
+    for (int64_t i = 0; i < c.H * rows * columns; ++i) c.blocks.push_back(uint8_t(random.below(3)));
+    m.blocks = c.blocks.data(), m.blocks_stride_h = rows * columns;
+    m.blocks_stride_q = columns, m.blocks_stride_k = 1;
   }
   return c;
 }

@@ -69,6 +69,7 @@ struct Problem : mha::AttentionForward {
 Problem make(const Case& c) {
   Problem p;
   p.B = c.B, p.H = c.H, p.Hk = c.Hk, p.Sq = c.Sq, p.Sk = c.Sk, p.D = c.D, p.Dv = c.Dv, p.dtype = c.dtype;
+  p.rows_stride_b = p.H * p.Sq, p.rows_stride_h = p.Sq;
   const int64_t gap = c.has('u') ? 1 : (-c.D & 7) + 8;
   const double size = c.has('l') ? 30 : 2;
   p.q = tensor(c.dtype, c.B, c.H, c.Sq, c.D, c.has('t'), gap, size);
