@@ -67,11 +67,11 @@ struct AttentionBackward : AttentionProblem {
   const void* lse_rest = nullptr;  // likewise; null: 0
   const void* dlse = nullptr;  // [B,H,Sq] by rows_stride, accumulate type, or null: gradient of lse (the torch layer
                                // also folds -rowsum(weights * dweights) into it)
-  Tensor4 dweights;           // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
-  Tensor4 dq;                 // [B,H,Sq,D]   every element is written
-  Tensor4 dk;                 // [B,Hk,Sk,D]
-  Tensor4 dv;                 // [B,Hk,Sk,Dv]
-  bool deterministic = true;  // CUDA: no sums in a changing order. The CPU has none
+  Tensor4 dweights;            // [B,H,Sq,Sk] any strides, dtype; gradient of the weights, or absent
+  Tensor4 dq;                  // [B,H,Sq,D]   every element is written
+  Tensor4 dk;                  // [B,Hk,Sk,D]
+  Tensor4 dv;                  // [B,Hk,Sk,Dv]
+  bool deterministic = true;   // CUDA: no sums in a changing order. The CPU has none
   Tensor4 dbias;  // accumulate type, dense over the dimensions that bias does not broadcast, stride 0 over the
                   // others (sums over them, in a fixed order); relative where bias is. Absent unless asked for.
                   // Starts out zeroed
