@@ -98,7 +98,7 @@ def attention_arguments(
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
-        bias, args = _dtensor().modifiers(q, bias, args, dropout_p)
+        args, bias, sinks = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks)
     if softcap != 0.0:
         _checks.softcap(softcap)
     if deterministic is not None and not isinstance(deterministic, bool):
@@ -184,7 +184,7 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
     if bias is not None:
         bias = _parameter(bias, "bias", (x.shape[2],), x)
     if _checks.is_dtensor(x):
-        return _dtensor().split_heads(x, num_heads, bias)
+        return dtensor_rules().split_heads(x, num_heads, bias)
     return _ops.split_heads(x, num_heads, bias)
 
 
@@ -194,7 +194,7 @@ def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
     if mix is not None:
         mix = _parameter(mix, "mix", (x.shape[1], x.shape[1]), x)
     if _checks.is_dtensor(x):
-        mix = _dtensor().replicated(mix, x)
+        mix = dtensor_rules().replicated(mix, x)
     return _ops.merge_heads(x, mix)
 
 
@@ -228,7 +228,7 @@ def masked_softmax(
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
     _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(scores):
-        bias, args = _dtensor().modifiers(scores, bias, args, dropout_p)
+        args, bias = dtensor_rules().modifiers(scores, dropout_p, args, bias)
     rng_state = _rng_state(rng_state, scores) if dropout_p != 0.0 else None
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
@@ -249,7 +249,7 @@ def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, 
     return _ops.dropout_mask(state, p, B, H, Sq, Sk)
 
 
-def _dtensor():
+def dtensor_rules():
     from .distributed import dtensor  # brings torch.distributed.tensor, which most programs do without
 
     return dtensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, masks
-from .functional import _autocast, _rng_state, score_arguments
+from .functional import _autocast, _rng_state, dtensor_rules, score_arguments
 
 
 def attention_varlen(
@@ -86,6 +86,8 @@ def attention_varlen(
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if _checks.is_dtensor(q):
+        args, bias, sinks, *starts = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *starts)
     out, lse, _, _ = _ops.attention_fwd(
         q, k, v, bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic
     )

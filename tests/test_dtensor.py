@@ -63,6 +63,7 @@ def mask_of(kind):
         "prefix": masks.Prefix(lengths[:1]),
         "documents": masks.Documents(torch.arange(S)[None] // 5),
         "dense": masks.Dense(torch.rand(B, H, S, S, generator=cases.generator(5)) < 0.5),
+        "blocks": masks.BlockSparse(torch.rand(1, H, 3, 3, generator=cases.generator(6)) < 0.5, 4) & masks.Causal(),
         "dense_1h": torch.rand(1, H, S, S, generator=cases.generator(5)) < 0.5,
     }[kind]
 
@@ -79,6 +80,8 @@ ATTENTION = [
     ((2,), "sss", "left_padding", None),  # the same tensors as with padding, in other places
     ((2,), "hbr", "dense", None),
     ((4,), "hhh", "dense_1h", (S, S)),
+    ((2,), "hhh", "blocks", "alibi"),
+    ((4,), "bbb", "blocks", "alibi"),
     ((2, 2), ("bh", "bh", "bh"), "dense", (1, H, S, S)),
     ((2, 2), ("rh", "rh", "rh"), "causal", (B, H, S, S)),
 ]
@@ -91,13 +94,18 @@ def attention_on(mesh_shape, placements, kind, bias_shape, heads=(H, Hk)):
     H, Hk = heads
     shapes = (B, H, S, D), (B, Hk, S, D), (B, Hk, S, D + 1)
     whole = [randn(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
-    bias = None if bias_shape is None else randn(*bias_shape, seed=7).requires_grad_()
+    bias = sinks = None
+    if bias_shape == "alibi":
+        bias, sinks = randn(H, seed=7).requires_grad_(), randn(H, seed=8).requires_grad_()
+    elif bias_shape is not None:
+        bias = randn(*bias_shape, seed=7).requires_grad_()
     shards = [distribute_tensor(x.detach(), mesh, placements_of(p)).requires_grad_() for x, p in zip(whole, placements)]
     other_bias = None if bias is None else bias.detach().clone().requires_grad_()
     results = []
     for (q, k, v), b in ((whole, bias), (shards, other_bias)):
-        out, lse = mha_ext.attention(q, k, v, mask=mask_of(kind), bias=b, softcap=3.0, return_lse=True)
-        leaves = [q, k, v] + ([] if b is None else [b])
+        options = {"bias": b if sinks is None else mha_ext.biases.ALiBi(b), "sinks": sinks, "softcap": 3.0}
+        out, lse = mha_ext.attention(q, k, v, mask=mask_of(kind), return_lse=True, **options)
+        leaves = [x for x in (q, k, v, b, sinks) if x is not None]
         shape = dict(zip(("out", "lse"), (out, lse)))
         loss = (out * out).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
         results.append([out, lse, *torch.autograd.grad(loss, leaves)])
@@ -116,6 +124,25 @@ def test_attention(processes, mesh, placements, kind, bias):
 def test_heads_that_do_not_divide_are_gathered(processes):
     """3 key/value heads on 2 processes would part groups of query heads from their key/value head."""
     processes[2].run(attention_on, (2,), "hhr", "causal", None, (12, 3))
+
+
+def packed_sequences_on(n):
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = [randn(15, heads, D, seed=i).requires_grad_() for i, heads in enumerate((H, Hk, Hk))]
+    shards = [distribute_tensor(x.detach(), mesh_of(n), placements_of("h")).requires_grad_() for x in whole]
+    starts = torch.tensor([0, 4, 4, 15])
+    results = []
+    for q, k, v in (whole, shards):
+        out, lse = mha_ext.attention_varlen(q, k, v, starts, starts, mask=masks.Causal(), return_lse=True)
+        results.append([out, lse, *torch.autograd.grad((out * out).sum(), (q, k, v))])
+    for a, b in zip(*results):
+        assert list(b.placements) == placements_of("b" if b is results[1][1] else "h")
+        close(full(b), a)
+
+
+def test_packed_sequences(processes):
+    processes[2].run(packed_sequences_on, 2)
 
 
 def other_ops_on(n):

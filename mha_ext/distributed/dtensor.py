@@ -19,11 +19,13 @@ BATCH, HEADS = 0, 1
 
 # Dimensions 0 and 1 are the batch's and the heads', in full, or (second line) in full or 1.
 _FULL = {"q", "k", "v", "out", "lse", "lse_rest", "dout", "dlse", "dweights", "scores"}
-_BROADCAST = {"bias", "mask"}
+_BROADCAST = {"bias", "mask", "blocks"}
 _PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids"}  # [B or 1, ...]
 
 
 def _input_placement(name: str, spec, dim: int):
+    if name == "sinks":  # [H]
+        return Shard(0) if dim == HEADS else Replicate()
     if name in _FULL or (name in _BROADCAST and spec.shape[dim] != 1):
         return Shard(dim)
     return Shard(BATCH) if name in _PER_SEQUENCE and dim == BATCH and spec.shape[BATCH] != 1 else Replicate()
@@ -35,6 +37,8 @@ def _output_placement(name: str, given: dict, dim: int):
             return Replicate()  # an empty placeholder
         # Where the bias is one for all, every process has a part of the sum that is its gradient.
         return Shard(dim) if given["bias"].shape[dim] != 1 else Partial()
+    if name == "dsinks":
+        return Replicate() if given["sinks"] is None else Shard(0) if dim == HEADS else Partial()
     return Replicate() if name == "weights" and not given["return_weights"] else Shard(dim)
 
 
@@ -62,7 +66,8 @@ def _register_batch_and_heads(op) -> None:
         given = dict(zip(names, args))
         tensors = [name if _is_tensor(x) else None for name, x in given.items()]
         found = [([Replicate()] * len(returns), [name and Replicate() for name in tensors])]
-        for dim in (BATCH, HEADS) if _whole_groups(given) else (BATCH,):
+        packed = given.get("q_starts") is not None  # all sequences lie in batch element 0
+        for dim in [BATCH] * (not packed) + [HEADS] * _whole_groups(given):
             outputs = [_output_placement(name, given, dim) for name in returns]
             found.append((outputs, [name and _input_placement(name, given[name], dim) for name in tensors]))
         return found
@@ -95,8 +100,8 @@ def replicated(x: Tensor | None, like: DTensor) -> Tensor | None:
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
-def modifiers(like: DTensor, bias: Tensor | None, args: MaskArgs, dropout_p: float):
-    """The bias and the mask's arguments as DTensors."""
+def modifiers(like: DTensor, dropout_p: float, args: MaskArgs, *tensors: Tensor | None) -> tuple:
+    """The mask's arguments, and other tensors that come with like, as DTensors."""
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p is {dropout_p} and the inputs are DTensors; accepted there: 0: apply dropout to local tensors."
@@ -108,7 +113,8 @@ def modifiers(like: DTensor, bias: Tensor | None, args: MaskArgs, dropout_p: flo
         begin = end.new_zeros(()).expand(1, 1) if begin is None else begin
         end = begin.new_full((1, 1), keys) if end is None else end
     args = args._replace(begin=begin, end=end)
-    return replicated(bias, like), MaskArgs(*(replicated(x, like) if isinstance(x, Tensor) else x for x in args))
+    args = MaskArgs(*(replicated(x, like) if isinstance(x, Tensor) else x for x in args))
+    return args, *(replicated(x, like) for x in tensors)
 
 
 def split_heads(x: DTensor, num_heads: int, bias: Tensor | None) -> DTensor:
