@@ -174,6 +174,36 @@ class Prefix(_PerSequence):
         return (j < self._column(B)[:, None, None]) | (j <= i + (Sk - Sq))
 
 
+class Intervals(Mask):
+    """Query i sees the keys begin[b,i] <= j < end[b,i], none where end <= begin. Integer tensors [B,Sq]; 1 broadcasts."""
+
+    def __init__(self, begin: Tensor, end: Tensor):
+        self.begin = _checks.integer_tensor(begin, "Intervals", "[B,Sq]", 2)
+        self.end = _checks.integer_tensor(end, "Intervals", "[B,Sq]", 2)
+
+    def _check(self, B: int, Sq: int) -> None:
+        for x in (self.begin, self.end):
+            if x.shape[0] not in (1, B) or x.shape[1] not in (1, Sq):
+                raise ValueError(
+                    f"Intervals was given tensors of shapes {_checks.text(self.begin.shape)} and "
+                    f"{_checks.text(self.end.shape)}; it accepts [B,Sq] = [{B},{Sq}]."
+                )
+
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
+        self._check(B, Sq)
+        _checks.same_device(self.begin, "Intervals", device)
+        _checks.same_device(self.end, "Intervals", device)
+        return MaskArgs(begin=self.begin, end=self.end)
+
+    def _visible(self, B, H, Sq, Sk):
+        self._check(B, Sq)
+        j = torch.arange(Sk, device=self.begin.device)
+        return (j >= self.begin[:, None, :, None]) & (j < self.end[:, None, :, None])
+
+    def __repr__(self):
+        return f"Intervals({_checks.text(self.begin.shape)}, {_checks.text(self.end.shape)})"
+
+
 class Documents(Mask):
     """Packed documents: a query sees the keys with its own id. ids: integer tensor [B,Sk] or [1,Sk].
 

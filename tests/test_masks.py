@@ -43,6 +43,10 @@ def zoo(B, H, Sq, Sk):
     yield "padding", masks.Padding(t(lengths)), lambda b, h, i, j: j < lengths[b]
     yield "left padding", masks.LeftPadding(t(starts)), lambda b, h, i, j: j >= starts[b]
     yield "prefix", masks.Prefix(t(lengths)), lambda b, h, i, j: j < lengths[b] or j <= i + o
+    begin = [[(3 * b + i) % (Sk + 1) for i in range(Sq)] for b in range(B)]
+    end = [[(5 * b + 2 * i) % (Sk + 2) for i in range(Sq)] for b in range(B)]  # also before begin, and beyond the keys
+    yield "intervals", masks.Intervals(t(begin), t(end)), lambda b, h, i, j: begin[b][i] <= j < end[b][i]
+    yield "intervals for all", masks.Intervals(t(begin[:1]), t([[Sk - 1]])), lambda b, h, i, j: begin[0][i] <= j < Sk - 1
     if Sq == Sk:
         ids = [[(s * (b + 2)) // 3 % 3 for s in range(Sk)] for b in range(B)]
         yield "documents", masks.Documents(t(ids)), lambda b, h, i, j: ids[b][i] == ids[b][j]
