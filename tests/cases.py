@@ -7,10 +7,12 @@ so that over the table each value meets most values of every other list without 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
 import torch
 
-from mha_ext import masks
+from mha_ext import biases, masks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -31,28 +33,21 @@ HEAD_SIZES = [
 # "*_sparse": the last dimension is not contiguous; "expanded": keys and values are one sample expanded over the batch
 LAYOUTS = ["padded", "bshd", "packed", "plain", "expanded", "bshd", "last_sparse"]
 
+# of a dense bias the shape; alibi, t5, t5_causal: mha_ext.biases
 BIASES = [
-    "none",
-    "none",
-    "Sq,Sk",
-    "1,H,Sq,Sk",
-    "none",
-    "B,1,1,Sk",
-    "B,H,Sq,Sk",
-    "1,1,Sq,Sk",
-    "1,H,1,Sk",
-    "B,1,Sq,1",
-    "none",
-]
+    "none", "none", "Sq,Sk", "1,H,Sq,Sk", "none", "alibi", "B,1,1,Sk", "B,H,Sq,Sk", "none", "1,1,Sq,Sk", "1,H,1,Sk", "t5", "none", "B,1,Sq,1",
+    "none", "none", "alibi", "none", "t5_causal",
+]  # fmt: skip
 
 MASKS = [
     "none", "causal", "causal_top_left", "window", "window_left", "window_right", "padding", "left_padding", "prefix", "documents",
     "dense_2d", "dense_b1", "dense_bh", "dense_1h", "dense_key", "dense_query",
     "causal & padding", "window & left_padding", "documents & causal", "prefix & padding", "dense_b1 & causal", "documents & documents",
     "causal & window & padding & dense_bh",
+    "blocks_64", "strided & causal", "blocks_24", "dilated", "blocks_64 & blocks_24 & causal", "blocks_24 & documents",
 ]  # fmt: skip
 
-OPTIONS = [{}, {"softcap": 5.0}, {}, {"scale": -0.3}, {"dropout_p": 0.2}]
+OPTIONS = [{}, {"softcap": 5.0}, {"sinks": True}, {"scale": -0.3}, {"dropout_p": 0.2}]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +66,20 @@ class Case:
     softcap: float = 0.0
     scale: float | None = None
     dropout_p: float = 0.0
+    sinks: bool = False
 
     @property
     def id(self) -> str:
         name = f"{str(self.dtype)[6:]}-b{self.B}h{self.H}:{self.Hk}-q{self.Sq}k{self.Sk}-d{self.D}:{self.Dv}-{self.mask}-{self.layout}"
         extra = [f"bias[{self.bias}]"] if self.bias != "none" else []
-        extra += [f"{k}={getattr(self, k)}" for k in ("softcap", "scale", "dropout_p") if getattr(self, k)]
+        extra += [f"{k}={getattr(self, k)}" for k in ("softcap", "scale", "dropout_p", "sinks") if getattr(self, k)]
         return "-".join([name.replace(" ", "")] + extra)
 
     def options(self) -> dict:
         return {"softcap": self.softcap, "scale": self.scale, "dropout_p": self.dropout_p}
+
+
+PATTERN_BLOCK = 32  # the block size of Strided and Dilated
 
 
 def _case(n: int) -> Case:
@@ -90,6 +89,9 @@ def _case(n: int) -> Case:
     mask, layout = MASKS[n % len(MASKS)], LAYOUTS[n % len(LAYOUTS)]
     if "documents" in mask or layout == "packed":
         Sk = Sq
+    if "strided" in mask or "dilated" in mask:  # the lengths differ by whole blocks
+        Sk = Sq + (Sk - Sq) // PATTERN_BLOCK * PATTERN_BLOCK
+        Sk += PATTERN_BLOCK if Sk <= 0 else 0
     if layout == "packed":
         Dv = D
     return Case(
@@ -97,7 +99,7 @@ def _case(n: int) -> Case:
     )  # fmt: skip
 
 
-SWEEP = [_case(n) for n in range(6 * len(MASKS))]
+SWEEP = [_case(n) for n in range(5 * len(MASKS))]
 
 SPECIAL = [
     Case(1, 2, 2, 1000, 1000, 64, 64, torch.float32, "causal", layout="bshd"),
@@ -114,6 +116,9 @@ SPECIAL = [
     Case(1, 2, 2, 5, 2, 8, 8, torch.float32, "causal"),  # three rows that see nothing
     Case(2, 2, 2, 65, 64, 32, 32, torch.float32, "causal_top_left", scale=0.0),
     Case(2, 2, 2, 65, 64, 32, 32, torch.bfloat16, "prefix & padding", "1,H,Sq,Sk", softcap=30.0, dropout_p=0.1),
+    Case(2, 4, 2, 65, 129, 32, 32, torch.bfloat16, "blocks_24 & prefix", "alibi", softcap=8.0, dropout_p=0.2, sinks=True),
+    Case(1, 8, 2, 3, 257, 64, 64, torch.float32, "causal", "t5", "bshd", sinks=True),  # decoding, with sinks
+    Case(1, 2, 2, 5, 2, 8, 8, torch.float32, "causal", sinks=True),  # three rows that see only the sink
 ]
 
 ALL = SWEEP + SPECIAL
@@ -130,6 +135,8 @@ CORE = [
     Case(1, 2, 2, 31, 33, 3, 5, torch.float32, "prefix & padding", dropout_p=0.3, softcap=2.0),
     Case(1, 1, 1, 33, 31, 257, 257, torch.float16, "dense_bh", "1,1,Sq,Sk"),
     Case(1, 3, 3, 129, 65, 8, 10, torch.bfloat16, "causal", layout="last_sparse", dropout_p=0.5),
+    Case(2, 4, 2, 129, 161, 32, 32, torch.float32, "strided & causal", "alibi", "bshd", sinks=True),
+    Case(2, 2, 1, 70, 100, 24, 24, torch.bfloat16, "blocks_24 & padding", "t5", dropout_p=0.2, sinks=True),
 ]
 
 
@@ -215,6 +222,18 @@ def _one_mask(kind: str, c: Case, gen: torch.Generator, device):
         if c.Sk > 40:  # ids need not be sorted: the same document may come again
             ids[:, -7:] = ids[:, :7]
         mask, seen = masks.Documents(surrounded(ids.to(device))), ids[:, None, :, None] == ids[:, None, None, :]
+    elif kind.startswith("blocks"):
+        size = int(kind.split("_")[1])
+        blocks = torch.rand((c.B, 1, -(-c.Sq // size), -(-c.Sk // size)) if c.B > 1 else (-(-c.Sq // size), -(-c.Sk // size)), generator=gen) < 0.6
+        blocks[..., 0] |= blocks.shape[-1] < 3  # some rows see nothing, but not all
+        mask, seen = masks.BlockSparse(surrounded(blocks.to(device)), size), blocks[..., i // size, j // size].view(-1, 1, c.Sq, c.Sk)
+    elif kind == "strided":
+        distance = (i + o) // PATTERN_BLOCK - j // PATTERN_BLOCK
+        mask = masks.Strided(3, 2, PATTERN_BLOCK)
+        seen = (distance == 0) | (distance == 1) | (j // PATTERN_BLOCK % 3 == 2)
+    elif kind == "dilated":
+        distance = ((i + o) // PATTERN_BLOCK - j // PATTERN_BLOCK).abs()
+        mask, seen = masks.Dilated(1, 2, PATTERN_BLOCK), (distance == 0) | (distance == 2)
     else:
         shape = _dense_shape(kind, c)
         seen = torch.rand(shape, generator=gen) < 0.6
@@ -239,9 +258,39 @@ def build_mask(kind: str, c: Case, gen: torch.Generator, device="cpu"):
 def build_bias(kind: str, c: Case, gen: torch.Generator, device="cpu"):
     if kind == "none":
         return None
+    if kind in RELATIVE:
+        return build_relative_bias(kind, c, gen, device)
     sizes = {"B": c.B, "H": c.H, "Sq": c.Sq, "Sk": c.Sk, "1": 1}
     values = randn(gen, *(sizes[name] for name in kind.split(",")), dtype=c.dtype).to(device)
     return surrounded(values).requires_grad_()
+
+
+RELATIVE = ("alibi", "t5", "t5_causal")
+
+
+def build_relative_bias(kind: str, c: Case, gen: torch.Generator, device="cpu"):
+    """The bias object; its parameter is kept in more digits than half types have."""
+    dtype = torch.float64 if c.dtype == torch.float64 else torch.float32
+    if kind == "alibi":
+        return biases.ALiBi(surrounded((randn(gen, c.H).abs() * 0.1).to(dtype).to(device)).requires_grad_())
+    table = surrounded(randn(gen, 12, c.H, dtype=dtype).to(device)).requires_grad_()
+    return biases.T5Relative(table, 12, 40, kind == "t5")
+
+
+def relative_bias(bias, parameter: torch.Tensor, Sq: int, Sk: int) -> torch.Tensor:
+    """[1,H,Sq,Sk], from the definitions: each bias is linear in its parameter."""
+    distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - (Sk - Sq)
+    if isinstance(bias, biases.ALiBi):
+        return -parameter[None, :, None, None] * distance.abs().to(parameter)
+    buckets, first = bias.num_buckets, torch.zeros_like(distance)
+    if bias.bidirectional:
+        buckets //= 2
+        first = (distance > 0) * buckets
+    back = distance.abs() if bias.bidirectional else (-distance).clamp(min=0)
+    exact = buckets // 2
+    growth = ((back.clamp(min=1) / exact).log() / math.log(bias.max_distance / exact) * (buckets - exact)).long()
+    bucket = first + torch.where(back < exact, back, (exact + growth).clamp(max=buckets - 1))
+    return parameter[bucket.to(parameter.device)].permute(2, 0, 1)[None]
 
 
 @dataclasses.dataclass
@@ -253,13 +302,31 @@ class Inputs:
     v: torch.Tensor
     mask: object
     seen: torch.Tensor | None
-    bias: torch.Tensor | None
+    bias: torch.Tensor | biases.Bias | None
     dout: torch.Tensor
     rng_state: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    def bias_leaf(self) -> torch.Tensor | None:
+        """The bias, or the parameter of a bias object."""
+        if isinstance(self.bias, biases.Bias):
+            return self.bias.slopes if isinstance(self.bias, biases.ALiBi) else self.bias.table
+        return self.bias
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        found = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
+        found = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias_leaf(), "sinks": self.sinks}
         return {name: t for name, t in found.items() if t is not None}
+
+    def modifiers(self) -> dict:
+        """What attention takes besides q, k, v and the options."""
+        return {"mask": self.mask, "bias": self.bias, "rng_state": self.rng_state, "sinks": self.sinks}
+
+    def definition(self) -> dict:
+        """The same for oracle.truths."""
+        given = {"dout": self.dout, "seen": self.seen, "bias": self.bias_leaf(), "sinks": self.sinks}
+        if isinstance(self.bias, biases.Bias):
+            given["dense_bias"] = functools.partial(relative_bias, self.bias, Sq=self.q.shape[2], Sk=self.k.shape[2])
+        return given
 
 
 def build(c: Case, device="cpu") -> Inputs:
@@ -271,7 +338,12 @@ def build(c: Case, device="cpu") -> Inputs:
     q, k, v = (t.detach().requires_grad_() for t in lay_out(q, k, v, c.layout))
     mask, seen = build_mask(c.mask, c, gen, device)
     rng_state = torch.tensor([0x123456789ABCD, 7 + (3 << 33)], device=device) if c.dropout_p else None
-    return Inputs(q, k, v, mask, seen, build_bias(c.bias, c, gen, device), surrounded(dout, (2, 0, 1, 3)), rng_state)
+    bias = build_bias(c.bias, c, gen, device)
+    sinks = None
+    if c.sinks:
+        sinks = randn(gen, c.H, dtype=torch.float64 if c.dtype == torch.float64 else torch.float32).to(device)
+        sinks = surrounded(sinks).requires_grad_()
+    return Inputs(q, k, v, mask, seen, bias, surrounded(dout, (2, 0, 1, 3)), rng_state, sinks)
 
 
 def op_arguments(op, **given) -> tuple:

@@ -9,7 +9,7 @@ import cases
 import oracle
 import torch
 
-from mha_ext import _ops, masks
+from mha_ext import _ops, biases, masks
 
 
 def to_cuda(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -26,9 +26,9 @@ def prepared(c: cases.Case) -> tuple[cases.Case, cases.Inputs]:
     if c.layout == "last_sparse":
         c = dataclasses.replace(c, layout="padded")
     x = cases.build(c)
-    if x.bias is not None and c.dtype in (torch.float16, torch.bfloat16):
+    if isinstance(x.bias, torch.Tensor) and c.dtype in (torch.float16, torch.bfloat16):
         x.bias = cases.surrounded(x.bias.detach().float()).requires_grad_()
-    if x.bias is not None and x.bias.dim() == 2:
+    if isinstance(x.bias, torch.Tensor) and x.bias.dim() == 2:
         x.bias = x.bias.detach()[None, None].requires_grad_()
     return c, x
 
@@ -38,7 +38,22 @@ def modifiers(c: cases.Case, x: cases.Inputs) -> dict:
     args = masks.lower(x.mask, c.B, c.H, c.Sq, c.Sk, torch.device("cpu"))
     scale = c.D**-0.5 if c.scale is None else c.scale
     rest = {"scale": scale, "softcap": c.softcap, "dropout_p": c.dropout_p, "rng_state": x.rng_state}
-    return {"bias": x.bias, **args._asdict(), **rest}
+    bias = x.bias
+    if isinstance(bias, biases.Bias):  # what the ops take is a leaf there: named() goes on to the parameter
+        bias = lowered(c, x).detach().requires_grad_()
+    return {"bias": bias, "sinks": x.sinks, **args._asdict(), **rest}
+
+
+def lowered(c: cases.Case, x: cases.Inputs) -> torch.Tensor:
+    """A bias object as the ops take it."""
+    return x.bias.lower(c.H, c.Sq, c.Sk, oracle.accumulate_dtype(c.dtype), torch.device("cpu"))
+
+
+def refused(c: cases.Case) -> str | None:
+    """What of c has no kernel on a GPU yet."""
+    if c.sinks:
+        return "sinks"
+    return "the gradient of a relative bias" if c.bias in cases.RELATIVE else None
 
 
 def moved(arguments: dict) -> dict:
@@ -50,9 +65,7 @@ def keep_of(c: cases.Case, x: cases.Inputs) -> torch.Tensor | None:
 
 
 def truth(c: cases.Case, x: cases.Inputs, **more) -> dict[str, oracle.Truth]:
-    return oracle.truths(
-        x.q, x.k, x.v, dout=x.dout, seen=x.seen, bias=x.bias, keep=keep_of(c, x), **c.options(), **more
-    )
+    return oracle.truths(x.q, x.k, x.v, **x.definition(), keep=keep_of(c, x), **c.options(), **more)
 
 
 def forward(q, k, v, given: dict, return_weights=False, deterministic=False):
@@ -75,4 +88,9 @@ def backward(dout, q, k, v, outputs, given: dict, deterministic=False, dlse=None
 
 def named(gradients, x: cases.Inputs) -> dict[str, torch.Tensor]:
     """Gradients on the CPU by the names of the leaves."""
-    return {name: g.cpu() for name, g in zip(x.leaves(), gradients)}
+    found = {name: g.cpu() for name, g in zip(x.leaves(), gradients)}
+    if isinstance(x.bias, biases.Bias):
+        Sq, Sk = x.q.shape[2], x.k.shape[2]
+        given = x.bias.lower(x.q.shape[1], Sq, Sk, oracle.accumulate_dtype(x.q.dtype), torch.device("cpu"))
+        found["bias"] = torch.autograd.grad(given, x.bias_leaf(), found["bias"])[0]
+    return found

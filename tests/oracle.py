@@ -21,7 +21,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(q, k, v, *, seen=None, bias=None, scale=None, softcap=0.0, keep=None, dropout_p=0.0, dtype=torch.float64):
+def attention(
+    q, k, v, *, seen=None, bias=None, scale=None, softcap=0.0, keep=None, dropout_p=0.0, sinks=None, dtype=torch.float64
+):  # fmt: skip
     """(out, lse, weights) by the textbook, differentiable, computed in `dtype`."""
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
@@ -32,7 +34,14 @@ def attention(q, k, v, *, seen=None, bias=None, scale=None, softcap=0.0, keep=No
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.to(dtype)
-    probabilities, lse = softmax(scores, seen)
+    if sinks is not None:  # one more key that every row sees and no value belongs to
+        sink = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        seen = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen
+        seen = F.pad(seen.expand(scores.shape), (0, 1), value=True)
+        probabilities, lse = softmax(torch.cat([scores, sink], -1), seen)
+        probabilities = probabilities[..., :-1]
+    else:
+        probabilities, lse = softmax(scores, seen)
     weights = probabilities
     if keep is not None:
         weights = probabilities * keep.to(dtype) * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
@@ -103,14 +112,17 @@ def within_rule(name: str, actual: torch.Tensor, truth: Truth, factor: float) ->
     )
 
 
-def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse, dweights):
+def _magnitudes(q, k, v, bias, dense_bias, sinks, seen, scale, softcap, keep, dropout_p, dout, dlse, dweights):
     """Sums of absolute values of the terms behind out, lse, weights and the gradients, each times (1 + the row's largest score)."""
+    parameter = bias
+    if dense_bias is not None:
+        bias = dense_bias(bias.detach().double())
     with torch.no_grad():
         q, k, v, dout = (t.detach().double() for t in (q, k, v, dout))
         B, H, Sq, D = q.shape
         Hk, Sk = k.shape[1], k.shape[2]
         scale = D**-0.5 if scale is None else scale
-        _, lse, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap)
+        _, lse, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
         kept = (
             torch.ones_like(weights)
             if keep is None
@@ -123,6 +135,8 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
         if seen is not None:
             scores = scores.masked_fill(~seen, 0.0)
         row = 1 + (scores.amax(-1, keepdim=True) if Sk else scores.new_zeros(B, H, Sq, 1))  # [B,H,Sq,1]
+        if sinks is not None:
+            row = row + sinks.detach().double().abs()[:, None, None]
         dp = dout.abs() @ vr.transpose(-1, -2)
         if dweights is not None:
             dp = dp + dweights.detach().double().abs()
@@ -146,24 +160,34 @@ def _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse
             "k": per_kv_head(abs(scale) * (ds.transpose(-1, -2) @ q.abs())),
             "v": per_kv_head(((weights * kept) * through_lse).transpose(-1, -2) @ dout.abs()),
         }
-        if bias is not None:
+        if dense_bias is not None:  # linear in its parameter, all terms of one sign
+            result["bias"] = torch.func.vjp(dense_bias, parameter.detach().double())[1](ds.sum(0, keepdim=True))[0].abs()
+        elif bias is not None:
             result["bias"] = ds.sum_to_size((1,) * (4 - bias.dim()) + tuple(bias.shape)).view(bias.shape)
+        if sinks is not None:
+            through = (weights * dp).sum(-1) + (0 if dlse is None else dlse.detach().double().abs())
+            sink_weight = torch.exp(sinks.detach().double()[:, None] - lse)
+            result["sinks"] = (sink_weight * through * through_lse.squeeze(-1)).sum((0, 2))
         return result
 
 
 def truths(
-    q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, scale=None, softcap=0.0, keep=None, dropout_p=0.0
-):
-    """What out, lse, weights and the gradients of q, k, v (and bias) are, as a dict of Truth. dlse and dweights: gradients of the lse and of
-    the weights, where they are outputs that the loss uses."""
+    q, k, v, *, dout, dlse=None, dweights=None, seen=None, bias=None, dense_bias=None, sinks=None, scale=None, softcap=0.0, keep=None,
+    dropout_p=0.0,
+):  # fmt: skip
+    """What out, lse, weights and the gradients of q, k, v (and bias, sinks) are, as a dict of Truth. dlse and dweights: gradients of the lse
+    and of the weights, where they are outputs that the loss uses. dense_bias: makes the bias [1,H,Sq,Sk] of the parameter `bias`."""
     dtype = q.dtype
-    inputs = [t for t in (q, k, v, bias) if t is not None]
-    names = ["q", "k", "v"] + (["bias"] if bias is not None else [])
+    inputs = [t for t in (q, k, v, bias, sinks) if t is not None]
+    names = ["q", "k", "v"] + [name for name, t in (("bias", bias), ("sinks", sinks)) if t is not None]
 
     def run(compute_dtype, fused):
         leaves = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in inputs]
         lq, lk, lv = leaves[:3]
-        lbias = leaves[3] if bias is not None else None
+        by_name = dict(zip(names, leaves))
+        lbias = by_name.get("bias")
+        if dense_bias is not None:
+            lbias = dense_bias(lbias)
         if fused:
             joined = lbias.to(dtype) if lbias is not None else None
             if seen is not None:
@@ -183,6 +207,7 @@ def truths(
                 softcap=softcap,
                 keep=keep,
                 dropout_p=dropout_p,
+                sinks=by_name.get("sinks"),
                 dtype=compute_dtype,
             )
             values, weighting = [out], [dout.to(out.dtype)]
@@ -203,15 +228,16 @@ def truths(
         inputs, original = doubled, inputs
         exact_run = run(torch.float64, False)
         inputs = original
-        plain = not softcap and keep is None and dlse is None and dweights is None
+        plain = not softcap and keep is None and dlse is None and dweights is None and sinks is None
         every_row_sees = q.shape[2] > 0 and k.shape[2] > 0 and (seen is None or bool(seen.any(-1).all()))
         fused = plain and every_row_sees and q.numel() > 0
         rival_run = run(dtype, fused)
         if fused:
             with torch.no_grad():
-                eager = attention(*inputs[:3], seen=seen, bias=bias, scale=scale, dtype=dtype)
+                dense = bias if dense_bias is None else dense_bias(bias)
+                eager = attention(*inputs[:3], seen=seen, bias=dense, scale=scale, dtype=dtype)
             rival_run.update(lse=eager[1], weights=eager[2])
-    magnitude = _magnitudes(q, k, v, bias, seen, scale, softcap, keep, dropout_p, dout, dlse, dweights)
+    magnitude = _magnitudes(q, k, v, bias, dense_bias, sinks, seen, scale, softcap, keep, dropout_p, dout, dlse, dweights)
     result = {}
     for name, exact in exact_run.items():
         rival = rival_run.get(name)

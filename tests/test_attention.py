@@ -12,7 +12,7 @@ from mha_ext import masks
 
 
 def run(c: cases.Case, x: cases.Inputs, **more):
-    return mha_ext.attention(x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, **c.options(), **more)
+    return mha_ext.attention(x.q, x.k, x.v, **x.modifiers(), **c.options(), **more)
 
 
 def kept(c: cases.Case, x: cases.Inputs):
@@ -22,7 +22,7 @@ def kept(c: cases.Case, x: cases.Inputs):
 
 
 def expected(c: cases.Case, x: cases.Inputs, **more):
-    return oracle.truths(x.q, x.k, x.v, dout=x.dout, seen=x.seen, bias=x.bias, keep=kept(c, x), **c.options(), **more)
+    return oracle.truths(x.q, x.k, x.v, **x.definition(), keep=kept(c, x), **c.options(), **more)
 
 
 @pytest.mark.parametrize("c", cases.ALL, ids=lambda c: c.id)

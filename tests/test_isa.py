@@ -112,13 +112,11 @@ def core_results() -> dict[str, torch.Tensor]:
     results = {}
     for c in cases.CORE:
         x = cases.build(c)
-        out, lse = mha_ext.attention(
-            x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options()
-        )
+        out, lse = mha_ext.attention(x.q, x.k, x.v, return_lse=True, **x.modifiers(), **c.options())
         keep = mha_ext.dropout_mask(x.rng_state, c.dropout_p, c.B, c.H, c.Sq, c.Sk) if c.dropout_p else None
         leaves = x.leaves()
         grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), x.dout)))
-        truth = oracle.truths(x.q, x.k, x.v, dout=x.dout, seen=x.seen, bias=x.bias, keep=keep, **c.options())
+        truth = oracle.truths(x.q, x.k, x.v, **x.definition(), keep=keep, **c.options())
         oracle.check({"out": out, "lse": lse, **grads}, truth)
         results[c.id] = out.detach()
         if keep is not None:

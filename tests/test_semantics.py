@@ -356,9 +356,7 @@ def test_bitwise_repeatable(c, device):
     results = []
     for _ in range(3):
         x = cases.build(c, device)
-        out = mha_ext.attention(
-            x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, deterministic=True, **c.options()
-        )  # fmt: skip
+        out = mha_ext.attention(x.q, x.k, x.v, deterministic=True, **x.modifiers(), **c.options())
         results.append([out, *torch.autograd.grad(out, list(x.leaves().values()), x.dout)])
     for again in results[1:]:
         for a, b in zip(results[0], again):

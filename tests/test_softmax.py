@@ -64,7 +64,7 @@ def test_over_the_table(c, device):
     scores = cases.surrounded(scores, order, 1 + len(c.id) % 2).requires_grad_()
     mask, seen = cases.build_mask(c.mask, c, gen, device)
     rng_state = torch.tensor([11, 4], device=device) if c.dropout_p else None
-    bias = cases.build_bias(c.bias, c, gen, device)
+    bias = None if c.bias in cases.RELATIVE else cases.build_bias(c.bias, c, gen, device)
     check(scores, mask=mask, seen=seen, bias=bias, scale=c.scale or 1.0, p=c.dropout_p, rng_state=rng_state)
 
 

@@ -20,9 +20,7 @@ from mha_ext import masks
 
 def results_of(c: cases.Case) -> list[torch.Tensor]:
     x = cases.build(c)
-    out, lse = mha_ext.attention(
-        x.q, x.k, x.v, mask=x.mask, bias=x.bias, rng_state=x.rng_state, return_lse=True, **c.options()
-    )
+    out, lse = mha_ext.attention(x.q, x.k, x.v, return_lse=True, **x.modifiers(), **c.options())
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, list(x.leaves().values()), x.dout)]
 
 
