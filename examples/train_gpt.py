@@ -21,8 +21,8 @@ class Block(nn.Module):
         self.attention = SELF[backend](d_model, num_heads, num_kv_heads=num_kv_heads, rope=True, causal=True)
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x, cache=None):
+        x = x + (self.attention(self.norm1(x)) if cache is None else self.attention(self.norm1(x), cache=cache))
         return x + self.mlp(self.norm2(x))
 
 
@@ -34,8 +34,15 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(backend, d_model, num_heads, num_kv_heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(d_model)
 
-    def forward(self, ids):
-        return F.linear(self.norm(self.blocks(self.embedding(ids))), self.embedding.weight)
+    def forward(self, ids, caches=None):
+        """Logits; with caches, one for each block, ids are what comes after the positions in them."""
+        x = self.embedding(ids)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = block(x, cache)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def make_caches(self, batch: int, capacity: int, **options) -> list:
+        return [block.attention.make_cache(batch, capacity, **options) for block in self.blocks]
 
 
 def batches(ids: torch.Tensor, batch: int, length: int, seed: int):

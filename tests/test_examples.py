@@ -87,3 +87,15 @@ def test_sentence_embeddings_as_on_torch(example):
         others = similarity[a].clone()
         others[[a, b]] = -1
         assert similarity[a, b] > others.max()
+
+
+def test_text_with_a_cache_is_the_text_without(example, tmp_path):
+    path = str(tmp_path / "gpt.pt")
+    options = ["--attention", "mha_ext", "--steps", "12", "--batch", "4", "--length", "48", "--layers", "2"]
+    example("train_gpt").main([*options, "--d-model", "64", "--save", path])
+    generate = example("generate")
+    for more in ([], ["--temperature", "1", "--samples", "3"]):
+        arguments = [path, "--prompt", "The if ", "--tokens", "60", *more]
+        texts = generate.main(arguments)
+        assert all(text.startswith("The if ") for text in texts)
+        assert texts == generate.main([*arguments, "--uncached"])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import masks as m
 from ..functional import attention
+from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
 
@@ -135,21 +136,66 @@ class SelfAttention(_Attention):
             setattr(self, name, part.train(self.training))
         self.qkv_proj = None
 
-    def forward(self, x: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: m.Mask | Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        cache: KVCache | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
         """x [B,S,d_model] -> [B,S,d_model].
 
-        mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window.
+        Args:
+            mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window. With a cache,
+                Sk is its capacity.
+            cache: x are the S next positions of its sequences: their keys and values are appended, and attention is to
+                all that the cache holds. Needs causal, and no gradients: torch.no_grad() or torch.inference_mode().
+            counts: with a cache, [B]: only the first counts[b] positions of x[b] count, the rest is padding.
 
         Raises:
-            ValueError, TypeError: x, mask or bias that do not fit, in one sentence with the fix.
+            ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
         """
         _check_input(x, "x", self.d_model)
         q, k, v = self._project(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = self.rope(q), self.rope(k)
+            start = 0 if cache is None else cache.lengths
+            q, k = self.rope(q, start), self.rope(k, start)
+        if cache is not None:
+            return self._attend_cached(q, k, v, mask, bias, cache, counts)
+        if counts is not None:
+            raise ValueError("counts was given without a cache; use mask=masks.Padding(counts).")
         return self._attend(q, k, v, mask, bias)
+
+    def make_cache(self, batch: int, capacity: int, **options) -> KVCache:
+        """A KVCache for this module and sequences of up to capacity positions; options as KVCache's.
+
+        With a window, it is a ring that keeps what the window needs, where that takes less memory.
+        """
+        weight = self.out_proj.weight
+        options = {"device": weight.device, "dtype": weight.dtype} | options
+        left = None if self.window is None else self.window[0]
+        if left is not None and "window" not in options:
+            kept = left + max(64, left // 4)
+            if 2 * kept < capacity:
+                capacity, options["window"] = kept, left
+        return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, **options)
+
+    def _attend_cached(self, q, k, v, mask, bias, cache: KVCache, counts) -> Tensor:
+        if not self.causal or (self.training and self.dropout > 0):
+            raise ValueError(
+                f"a cache was given with causal={self.causal}, dropout={self.dropout}, training={self.training}; "
+                "accepted: causal attention without dropout: call eval()."
+            )
+        left = None if self.window is None else self.window[0]
+        if left is None and cache.window is not None:
+            raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
+        mask = m.Dense(mask) if isinstance(mask, Tensor) else mask
+        out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads [B,H,S,D], [B,Hk,S,D] twice; with projections sharded by heads, those of this process."""

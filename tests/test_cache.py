@@ -1,0 +1,268 @@
+"""KV caches: whatever way the positions arrive, attention is what it is over the whole sequence."""
+
+from __future__ import annotations
+
+import cases
+import oracle
+import pytest
+import torch
+
+import mha_ext
+from mha_ext import nn
+
+B, H, HK, D, DV = 3, 6, 2, 24, 17
+LENGTH = 170  # over several tiles of keys
+
+
+def whole(dtype=torch.float32, length=LENGTH, batch=B, seed=1):
+    """q, k, v of whole sequences."""
+    gen = cases.generator(seed)
+    heads = (H, D), (HK, D), (HK, DV)
+    return [cases.randn(gen, batch, h, length, d, dtype=dtype) for h, d in heads]
+
+
+def seen_of(length: int, window: int | None = None) -> torch.Tensor:
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    return (j <= i) if window is None else (j <= i) & (j >= i - window)
+
+
+def truth(q, k, v, window=None, **options):
+    return oracle.truths(q, k, v, dout=torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype), seen=seen_of(q.shape[2], window), **options)["out"]  # fmt: skip
+
+
+def poison(cache):
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    return cache
+
+
+def make(dtype=torch.float32, capacity=LENGTH, batch=B, **options) -> nn.KVCache:
+    return poison(nn.KVCache(batch, capacity, HK, D, value_dim=DV, dtype=dtype, **options))
+
+
+def in_steps(cache, q, k, v, steps, **options):
+    """The outputs of attend(), fed with the steps' numbers of positions; the last step takes the rest."""
+    outs, at = [], 0
+    for n in [*steps, q.shape[2]]:
+        part = slice(at, at + n)
+        if at < q.shape[2]:
+            outs.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], **options))
+        at += n
+    return torch.cat(outs, 2)
+
+
+STEPS = {"decode": [1] * LENGTH, "prefill": [LENGTH - 3, 1, 1], "chunks": [67, 64, 7], "guesses": [100, 4, 4, 4, 5]}
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_any_steps_equal_the_whole(steps, dtype):
+    q, k, v = whole(dtype)
+    out = in_steps(make(dtype), q, k, v, steps)
+    oracle.check({"out": out}, {"out": truth(q, k, v)})
+
+
+@pytest.mark.parametrize("options", [{"window": 37}, {"softcap": 3.0}, {"scale": 0.3}], ids=str)
+def test_options(options):
+    q, k, v = whole()
+    out = in_steps(make(), q, k, v, [67, 64] + [1] * 10, **options)
+    oracle.check({"out": out}, {"out": truth(q, k, v, **options)})
+
+
+def test_sinks():
+    q, k, v = whole()
+    sinks = cases.randn(cases.generator(2), H)
+    out = in_steps(make(), q, k, v, [100] + [1] * 30, sinks=sinks)
+    torch.testing.assert_close(out, mha_ext.attention(q, k, v, mask=mha_ext.masks.Causal(), sinks=sinks))
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("window,capacity", [(20, 84), (0, 1), (63, 64), (70, 80)])
+def test_a_ring_is_a_window_in_bounded_memory(window, capacity, steps):
+    q, k, v = whole()
+    cache = make(capacity=capacity, window=window)
+    assert cache.k.shape[2] == 2 * capacity
+    oracle.check({"out": in_steps(cache, q, k, v, steps)}, {"out": truth(q, k, v, window)})
+    assert cache.lengths.tolist() == [LENGTH] * B
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_ragged_sequences_are_independent(window):
+    """Each sequence alone, to the bit; rows beyond counts give 0."""
+    q, k, v = whole(torch.bfloat16)
+    gen = cases.generator(3)
+    cache = make(torch.bfloat16, 110 if window else LENGTH, window=window)
+    alone = [make(torch.bfloat16, 110 if window else LENGTH, batch=1, window=window) for _ in range(B)]
+    at = torch.zeros(B, dtype=torch.int64)
+    for n in (40, 1, 0, 25, 1, 60, 3):
+        counts = torch.randint(0, n + 1, (B,), generator=gen)
+        parts = [torch.stack([x[b, :, a : a + n] for b, a in enumerate(at)]) for x in (q, k, v)]
+        out = cache.attend(*parts, counts=counts)
+        for b, count in enumerate(counts.tolist()):
+            one = alone[b].attend(*(x[b : b + 1] for x in parts), counts=counts[b : b + 1])
+            assert torch.equal(out[b], one[0]) and not out[b, :, count:].any()
+        at += counts
+    assert torch.equal(cache.lengths, at)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_truncate_takes_guesses_back(window):
+    q, k, v = whole()
+    cache = make(window=window, capacity=50 if window else LENGTH)
+    wrong = [x.flip(2) for x in (q, k, v)]
+    outs, at, gen = [], 0, cases.generator(5)
+    while at < LENGTH:
+        n = min(10, LENGTH - at)
+        right = int(torch.randint(1, n + 1, (1,), generator=gen))
+        part = [torch.cat([x[:, :, at : at + right], w[:, :, :n - right]], 2) for x, w in zip((q, k, v), wrong)]  # fmt: skip
+        outs.append(cache.attend(*part)[:, :, :right])
+        at += right
+        cache.truncate(torch.full((B,), at))
+    oracle.check({"out": torch.cat(outs, 2)}, {"out": truth(q, k, v, window)})
+
+
+def test_truncate_never_lengthens_and_a_ring_has_limits():
+    q, k, v = whole(length=40)
+    cache = make(capacity=40)
+    in_steps(cache, q, k, v, [])
+    cache.truncate(torch.tensor([50, 10, -3]))
+    assert cache.lengths.tolist() == [40, 10, 0]
+    cache.truncate(5)
+    assert cache.lengths.tolist() == [5, 5, 0]
+    ring = make(capacity=20, window=12)
+    in_steps(ring, q, k, v, [])
+    ring.truncate(36)
+    with pytest.raises(ValueError, match="go back too far; a ring of capacity 20 for a window of 12 accepts up to 8"):
+        ring.truncate(31)
+    ring.reset(0)
+    assert ring.lengths.tolist() == [0, 36, 36]
+
+
+def test_reorder_for_beam_search():
+    q, k, v = whole()
+    indices = torch.tensor([2, 2, 0])
+    cache = make()
+    in_steps(cache, *(x[:, :, :100] for x in (q, k, v)), [])
+    cache.reorder(indices)
+    out = cache.attend(*(x[:, :, 100:101] for x in (q, k, v)))
+    past = [torch.cat([x[indices, :, :100], x[:, :, 100:101]], 2) for x in (q, k, v)]
+    expected = truth(*past)
+    last = oracle.Truth(*(x[:, :, -1:] for x in (expected.exact, expected.rival, expected.magnitude)), expected.dtype)
+    oracle.check({"out": out}, {"out": last})
+
+
+def test_a_cache_is_used_again_after_reset():
+    q, k, v = whole()
+    cache = make()
+    first = in_steps(cache, q, k, v, [100, 1])
+    cache.reset()
+    assert torch.equal(in_steps(cache, q, k, v, [100, 1]), first)
+
+
+def test_capacity():
+    _, k, v = whole(length=20)
+    cache = make(capacity=16)
+    cache.append(k[:, :, :10], v[:, :, :10])
+    with pytest.raises(
+        ValueError, match="7 positions were appended to sequences of up to 10; accepted: up to the capacity, 16"
+    ):
+        cache.append(k[:, :, :7], v[:, :, :7])
+    assert cache.lengths.tolist() == [10] * B
+    cache.append(k[:, :, :6], v[:, :, :6], counts=torch.tensor([1, 0, 3]))
+    cache.append(k[:, :, :3], v[:, :, :3])  # there is room, though not for 6 more
+    assert cache.lengths.tolist() == [14, 13, 16]
+    cache.truncate(torch.tensor([16, 16, 15]))
+    cache.append(k[:, :, :1], v[:, :, :1])
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda c, q, k, v: c.append(k[:2], v), r"k, v have shapes \[2,2,5,24\], \[3,2,5,17\]; this cache accepts"),
+        (lambda c, q, k, v: c.append(k.double(), v), "k, v are float64, float32 and the cache is float32"),
+        (lambda c, q, k, v: c.append(k, v, torch.tensor([1])), r"counts has shape \[1\]; accepted: \[B\] = \[3\]"),
+        (lambda c, q, k, v: c.attend(q.requires_grad_(), k, v), "while gradients are recorded; accepted: under torch.no_grad"),
+        (lambda c, q, k, v: c.reorder(torch.tensor([0, 1, 3])), r"indices are \[0, 1, 3\]; accepted: numbers of sequences, 0 to 2"),
+        (lambda c, q, k, v: nn.KVCache(1, 4, 2, 8, window=4), "window is 4 and capacity 4; KVCache accepts a window from 0"),
+        (lambda c, q, k, v: nn.KVCache(1, 0, 2, 8), "capacity is 0; KVCache accepts a positive int"),
+        (lambda c, q, k, v: make(window=3, capacity=6).append(k, v), "5 positions were appended at once; a ring of capacity 6"),
+        (lambda c, q, k, v: make(window=3).attend(q, k, v, window=4), "window is 4; this cache keeps 3 positions"),
+        (lambda c, q, k, v: make(window=3).attend(q, k, v, bias=torch.zeros(5, 5)), "mask or bias was given with a ring"),
+        (lambda c, q, k, v: nn.SelfAttention(8, 2)(torch.zeros(3, 1, 8), cache=c), "a cache was given with causal=False"),
+        (lambda c, q, k, v: nn.SelfAttention(8, 2)(torch.zeros(3, 1, 8), counts=q), "counts was given without a cache"),
+    ],
+)  # fmt: skip
+def test_refusals(call, message):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        call(make(), *whole(length=5))
+
+
+def test_an_extra_mask_and_bias_cover_the_slots():
+    """Left padding: the first positions of a prompt are no text."""
+    q, k, v = whole()
+    starts = torch.tensor([0, 7, 100])
+    bias = cases.randn(cases.generator(8), 1, H, 1, LENGTH)
+    cache = make()
+    more = {"mask": mha_ext.masks.LeftPadding(starts), "bias": bias}
+    outs = [cache.attend(*(x[:, :, a:b] for x in (q, k, v)), **more) for a, b in ((0, 160), (160, LENGTH))]
+    expected = mha_ext.attention(q, k, v, mask=mha_ext.masks.Causal() & more["mask"], bias=bias)
+    torch.testing.assert_close(torch.cat(outs, 2), expected)
+
+
+MODULES = [
+    {"rope": True},
+    {"rope": True, "num_kv_heads": 2, "qk_norm": True, "softcap": 4.0},
+    {"rope": True, "num_kv_heads": 1, "window": 9, "packed": False},
+]
+
+
+@pytest.mark.parametrize("options", MODULES, ids=str)
+@torch.no_grad()
+def test_self_attention_step_by_step(options):
+    module = nn.SelfAttention(32, 4, causal=True, dtype=torch.float64, **options).eval()
+    x = torch.randn(B, 200, 32, dtype=torch.float64)
+    cache = poison(module.make_cache(B, 200))
+    assert (cache.window == 9) == ("window" in options)
+    outs = [module(x[:, a:b], cache=cache) for a, b in ((0, 120), (120, 121), (121, 122), (122, 130), (130, 200))]
+    torch.testing.assert_close(torch.cat(outs, 1), module(x))
+
+
+@torch.no_grad()
+def test_ragged_prompts_of_self_attention():
+    module = nn.SelfAttention(32, 4, causal=True, rope=True, dtype=torch.float64).eval()
+    x, counts = torch.randn(B, 50, 32, dtype=torch.float64), torch.tensor([50, 3, 20])
+    cache = poison(module.make_cache(B, 60))
+    prompt = module(x, cache=cache, counts=counts)
+    step = module(x[:, :1], cache=cache)
+    for b, n in enumerate(counts.tolist()):
+        expected = module(torch.cat([x[b : b + 1, :n], x[b : b + 1, :1]], 1))
+        torch.testing.assert_close(torch.cat([prompt[b : b + 1, :n], step[b : b + 1]], 1), expected)
+
+
+def test_gradients_are_refused_in_modules():
+    module = nn.SelfAttention(8, 2, causal=True)
+    with pytest.raises(ValueError, match="while gradients are recorded"):
+        module(torch.zeros(1, 1, 8), cache=module.make_cache(1, 4))
+    with torch.no_grad(), pytest.raises(ValueError, match="accepted: causal attention without dropout"):
+        nn.SelfAttention(8, 2, causal=True, dropout=0.1)(torch.zeros(1, 1, 8), cache=module.make_cache(1, 4))
+    with torch.inference_mode():
+        module(torch.zeros(1, 1, 8), cache=module.make_cache(1, 4))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@torch.no_grad()
+def test_compiled_steps_share_a_graph(window, fresh_compiler):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    module = nn.SelfAttention(32, 4, causal=True, rope=True, window=window).eval()
+    x = torch.randn(B, 150, 32)
+    expected = module(x)
+    cache = module.make_cache(B, 150)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x, cache: module(x, cache=cache), backend=counter, fullgraph=True)
+    outs = [module(x[:, :100], cache=cache)]
+    outs += [step(x[:, i : i + 1], cache) for i in range(100, 103)]
+    graphs = counter.frame_count
+    outs += [step(x[:, i : i + 1], cache) for i in range(103, 150)]
+    assert counter.frame_count == graphs <= 2
+    torch.testing.assert_close(torch.cat(outs, 1), expected)
