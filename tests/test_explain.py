@@ -103,7 +103,7 @@ def test_advice(advised, given):
     "wrong",
     [{"mask": torch.ones(3, 96)}, {"mask": torch.ones(5, 96, dtype=torch.bool)}, {"bias": torch.ones(5, 96)},
      {"dropout_p": 1.5}, {"dropout_p": 0.5, "rng_state": torch.zeros(2)}, {"softcap": -1.0}, {"scale": "big"},
-     {"deterministic": 1}, {"sinks": torch.zeros(4)}],
+     {"deterministic": 1}, {"sinks": torch.zeros(5)}],
     ids=lambda given: ",".join(given),
 )  # fmt: skip
 def test_raises_what_attention_raises(wrong):
