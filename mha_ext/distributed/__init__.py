@@ -2,5 +2,7 @@
 
 from . import dtensor  # noqa: F401  (registers how the ops may be sharded)
 from .head_parallel import HeadParallel
+from .ring import ring_attention
+from .sequence import sequence_positions
 
-__all__ = ["HeadParallel"]
+__all__ = ["HeadParallel", "ring_attention", "sequence_positions"]

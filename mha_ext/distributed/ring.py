@@ -1,0 +1,257 @@
+"""Attention over a sequence that is shared out over processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _checks, _ops, masks
+from ..functional import NOT_PACKED, attention_arguments
+from ..merge import merge
+from .agreement import FIELDS, lengths_if_agreed, wait
+from .sequence import Piece, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
+
+
+@torch.compiler.disable
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mask: masks.Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    layout: str = "contiguous",
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    timeout: datetime.timedelta | None = None,
+):
+    """mha_ext.attention over a sequence of which each process of a group has a part.
+
+    Keys and values travel around a ring of the processes, each of which attends to the part that it holds while the next
+    one is on its way; the results are merged by their logsumexps (Liu et al., "Ring Attention with Blockwise
+    Transformers", 2023). Backward sends keys and values around again, and their gradients after them. The ring stops
+    where nobody sees what would come (under a window, say). All processes of the group make the call together, and run
+    backward together.
+
+    Args:
+        q, k, v: this process's parts [B,H,Sq_local,D], [B,Hk,Sk_local,D], [B,Hk,Sk_local,Dv]. Lengths may differ between
+            processes, and may be 0; all else is the same everywhere.
+        group: the processes; default all.
+        mask: as in attention, of the whole sequence, with the same values on every process; Sq and Sk are the sums of the
+            processes' lengths. Block-sparse masks are refused.
+        scale, softcap, deterministic, return_lse: as in attention.
+        layout: which positions a process has: "contiguous", a run each in the order of the ranks, or "zigzag" (see
+            sequence_positions), which gives everybody the same work under a causal mask.
+        timeout: how long to wait for the other processes, where the backend lets one call say so (gloo does); default
+            the group's.
+
+    Returns:
+        out [B,H,Sq_local,Dv], or (out, lse [B,H,Sq_local]); differentiable once. torch.compile does not look inside.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit, in one process or between them, in one sentence. One exchange of a
+            few numbers finds out before any data is sent, so that no process waits for another that gave up.
+        RuntimeError: another process ended, refused its inputs, or did not answer in time.
+    """
+    ring = _Ring(group, timeout)
+    form, problem, lengths = None, None, (0, 0)
+    try:
+        check_layout(layout)
+        q, k, v, _, _, scale, _ = attention_arguments(
+            q, k, v, None, None, scale, 0.0, softcap, None, None, None, deterministic
+        )
+        if _checks.is_dtensor(q):
+            raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
+        lengths = q.shape[2], k.shape[2]
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        mask = masks.Dense(mask) if isinstance(mask, Tensor) else mask
+        values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients
+        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(mask))))
+    except Exception as error:  # noqa: BLE001  (raised once the other processes know)
+        problem = error
+    lengths = lengths_if_agreed(form, lengths, group, timeout)
+    if problem is not None:
+        raise problem
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    plan = _plan(ring, q, k, mask, lengths, layout, (scale, softcap, deterministic))
+    out, lse = _RingAttention.apply(q, k, v, plan)
+    return (out, lse) if return_lse else out
+
+
+class _Ring:
+    """Messages between the processes of a group; ranks are those in the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: datetime.timedelta | None):
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group; accepted: a group that it belongs to.")
+
+    def start(self, sent: Tensor, to: int, received: Tensor, source: int) -> tuple:
+        """Begins to send and to receive; what it returns is for finish(), and keeps the tensors alive until then."""
+        pairs = (dist.isend, sent, to), (dist.irecv, received, source)
+        messages = [
+            dist.P2POp(function, x, self._global(rank), self.group) for function, x, rank in pairs if x.numel() > 0
+        ]
+        return (dist.batch_isend_irecv(messages) if messages else []), sent, received, (to, source)
+
+    def finish(self, exchange: tuple) -> Tensor:
+        """What was received."""
+        works, _, received, ranks = exchange
+        wait(works, self.timeout, " or ".join(f"process {rank} of the group" for rank in dict.fromkeys(ranks)))
+        return received
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+@dataclasses.dataclass
+class _Plan:
+    """Who attends to what, in which step: in step t, a process has the keys of the process t places before it."""
+
+    ring: _Ring
+    queries: list[Piece]  # of this process
+    keys: list[list[Piece]]  # of each process
+    offset: int  # Sk - Sq of the whole
+    mask: masks.MaskArgs  # of the whole
+    steps: int
+    numbers: tuple[float, float, bool]  # scale, softcap, deterministic
+
+    def source(self, step: int) -> int:
+        return (self.ring.rank - step) % self.ring.size
+
+    def blocks(self, source: int) -> Iterator[tuple[Piece, Piece, masks.MaskArgs]]:
+        for queries in self.queries:
+            for keys in self.keys[source]:
+                args = mask_of_block(self.mask, queries, keys, self.offset)
+                if args is not None:
+                    yield queries, keys, args
+
+    def split(self, packed: Tensor, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of a process, from the one buffer that they travel in; other sizes as in this process's k and v."""
+        length = sum(keys.length for keys in self.keys[source])
+        shapes = [(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
+        size = k.shape[0] * k.shape[1] * length * k.shape[3]
+        return packed[:size].view(shapes[0]), packed[size:].view(shapes[1])
+
+    def buffer(self, source: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+        length = sum(keys.length for keys in self.keys[source])
+        return k.new_empty(k.shape[0] * k.shape[1] * length * (k.shape[3] + v.shape[3]), dtype=dtype)
+
+    def rotate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(process, its k, its v), step by step, while the next ones are on their way."""
+        ring = self.ring
+        if self.steps == 1:
+            yield ring.rank, k, v
+            return
+        packed = torch.cat((k.reshape(-1), v.reshape(-1)))
+        for step in range(self.steps):
+            coming = None
+            if step + 1 < self.steps:
+                room = self.buffer(self.source(step + 1), k, v, k.dtype)
+                coming = ring.start(packed, (ring.rank + 1) % ring.size, room, self.source(1))
+            yield self.source(step), *self.split(packed, self.source(step), k, v)
+            if coming is not None:
+                packed = ring.finish(coming)
+
+
+def _plan(ring: _Ring, q: Tensor, k: Tensor, mask, lengths: list[tuple[int, int]], layout: str, numbers) -> _Plan:
+    query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
+    Sq, Sk = sum(query_lengths), sum(key_lengths)
+    queries, keys = pieces_of(query_lengths, layout), pieces_of(key_lengths, layout)
+    args = masks.lower(mask, *q.shape[:2], Sq, Sk, q.device)
+    refuse_other_masks(args, mask)
+    steps = 1 + last_step(_hashable(queries), _hashable(keys), Sk - Sq, args.left, args.right, args.top_left)
+    return _Plan(ring, queries[ring.rank], keys, Sk - Sq, args, steps, numbers)
+
+
+def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+    return tuple(tuple(x) for x in pieces)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan):
+        out, lse, rest = _forward(plan, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, rest)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError("ring_attention is differentiable once; call backward without create_graph=True.")
+        q, k, v, out, lse, rest = ctx.saved_tensors
+        # Even where no gradient came: the other processes wait for this one.
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *_backward(ctx.plan, dout, dlse, q, k, v, out, lse, rest), None
+
+
+def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, what rounding took from lse)."""
+    accumulate = _checks.accumulate_dtype(q.dtype)
+    out = _zeros_in_order_of(q, v.shape[3], accumulate)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulate)
+    rest = torch.zeros_like(lse)
+    scale, softcap, deterministic = plan.numbers
+    begun = set()
+    for source, keys, values in plan.rotate(k, v):
+        for rows, columns, args in plan.blocks(source):
+            part = _ops.attention_fwd(
+                rows.of(q), columns.of(keys), columns.of(values), None, *args, *NOT_PACKED, None, scale, softcap, 0.0, None,
+                False, deterministic,
+            )[:3]  # fmt: skip
+            sums = rows.of(out), rows.of(lse), rows.of(rest)
+            if rows in begun:
+                part = merge(*zip(sums, part))
+            begun.add(rows)
+            for total, merged in zip(sums, part):
+                total.copy_(merged)
+    return out.to(q.dtype), lse, rest
+
+
+def _backward(plan: _Plan, dout, dlse, q, k, v, out, lse, rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Given the output and the lse of the whole, the gradients of each block are those of its part of the softmax."""
+    accumulate = _checks.accumulate_dtype(q.dtype)
+    ring, (scale, softcap, deterministic) = plan.ring, plan.numbers
+    dq = _zeros_in_order_of(q, q.shape[3], accumulate)
+    coming = None
+    for step, (source, keys, values) in enumerate(plan.rotate(k, v)):
+        packed = plan.buffer(source, k, v, accumulate).zero_()
+        dk, dv = plan.split(packed, source, k, v)
+        for rows, columns, args in plan.blocks(source):
+            gradients = _ops.attention_bwd(
+                rows.of(dout), None if dlse is None else rows.of(dlse), None, rows.of(q), columns.of(keys), columns.of(values),
+                rows.of(out), rows.of(lse), rows.of(rest), None, *args, *NOT_PACKED, None, scale, softcap, 0.0, None, False,
+                deterministic,
+            )  # fmt: skip
+            for total, gradient in zip((rows.of(dq), columns.of(dk), columns.of(dv)), gradients):
+                total.add_(gradient)
+        if coming is not None:
+            packed += ring.finish(coming)
+        # The sums follow their keys, one step behind; after the last step they go home.
+        if step + 1 < plan.steps:
+            room = plan.buffer(plan.source(step + 1), k, v, accumulate)
+            coming = ring.start(packed, (ring.rank + 1) % ring.size, room, plan.source(1))
+        elif step > 0:
+            room = plan.buffer(ring.rank, k, v, accumulate)
+            packed = ring.finish(ring.start(packed, source, room, (ring.rank + step) % ring.size))
+    dk, dv = plan.split(packed, ring.rank, k, v)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _zeros_in_order_of(q: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """[B,H,Sq,last], in memory [B,Sq,H,last] where q is."""
+    B, H, Sq = q.shape[:3]
+    if q.stride(1) < q.stride(2):
+        return q.new_zeros(B, Sq, H, last, dtype=dtype).transpose(1, 2)
+    return q.new_zeros(B, H, Sq, last, dtype=dtype)
