@@ -14,12 +14,14 @@ from .functional import (
     split_heads,
 )
 from .merge import merge_partials
+from .swap import SwapReport, swap_attention
 from .varlen import attention_varlen
 
 __version__ = build_info["version"]
 
 __all__ = [
     "Plan",
+    "SwapReport",
     "attention",
     "attention_varlen",
     "biases",
@@ -33,6 +35,7 @@ __all__ = [
     "reference",
     "scaled_dot_product_attention",
     "split_heads",
+    "swap_attention",
 ]
 
 

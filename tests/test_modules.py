@@ -332,17 +332,9 @@ def test_fully_padded_sample_is_finite_and_others_are_as_without_it(kind, need_w
 
 
 def swapped(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model with each torch.nn.MultiheadAttention replaced by ours, with the same parameters."""
+    """A copy of the model with our modules."""
     model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.MultiheadAttention:
-                dtype = child.out_proj.weight.dtype
-                ours = nn.MultiheadAttention(
-                    child.embed_dim, child.num_heads, child.dropout, batch_first=child.batch_first, dtype=dtype
-                )
-                ours.load_state_dict(child.state_dict())
-                setattr(module, name, ours)
+    assert mha_ext.swap_attention(model).replaced
     return model
 
 

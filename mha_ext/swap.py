@@ -1,0 +1,225 @@
+"""swap_attention: the attention modules of a finished model, replaced in place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .functional import scaled_dot_product_attention
+from .nn import MultiheadAttention
+
+
+class PackedAttention(torch.nn.Module):
+    """Self-attention of vision transformers with one packed projection, in the shape of timm's ``Attention``.
+
+    swap_attention makes modules into this; it is not built by itself. Submodules: qkv, proj, and where there are such
+    q_norm, k_norm (over the head size), attn_drop, norm, gate and proj_drop; num_heads and scale.
+    """
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x [B,N,C] -> [B,N,C]. attn_mask, is_causal: as in torch's scaled_dot_product_attention."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B,H,N,D] each
+        q, k = self._apply("q_norm", q), self._apply("k_norm", k)
+        dropout = self.attn_drop.p if self.training and getattr(self, "attn_drop", None) is not None else 0.0
+        out = scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal, self.scale)
+        out = self._apply("norm", out.transpose(1, 2).flatten(2))
+        if getattr(self, "gate", None) is not None:
+            out = out * self.gate(x).sigmoid()
+        return self._apply("proj_drop", self.proj(out))
+
+    def _apply(self, name: str, x: Tensor) -> Tensor:
+        module = getattr(self, name, None)
+        return x if module is None else module(x)
+
+
+@dataclasses.dataclass
+class SwapReport:
+    """What swap_attention did. Names are those of named_modules().
+
+    replaced: what each replaced module was, by name.
+    kept: why a module that looks like attention stays as it is, by name.
+    """
+
+    replaced: dict[str, str] = dataclasses.field(default_factory=dict)
+    kept: dict[str, str] = dataclasses.field(default_factory=dict)
+    _changes: list = dataclasses.field(
+        default_factory=list, repr=False
+    )  # (module, class before, class now, flag before)
+
+    def undo(self) -> None:
+        """Makes every replaced module what it was; weights, hooks and flags stay as they are by then.
+
+        Raises:
+            ValueError: a module was changed since, for example by fully_shard; then nothing is undone.
+        """
+        for (name, was), (module, _, now, _) in zip(self.replaced.items(), self._changes):
+            if type(module) is not now:
+                raise ValueError(
+                    f"{name or 'the model'} is a {type(module).__name__} by now; accepted: the {now.__name__} that "
+                    f"swap_attention made of {was}: undo before anything else wraps it."
+                )
+        for module, before, _, flag in self._changes:
+            module.__class__ = before
+            if flag is not None:
+                module._qkv_same_embed_dim = flag
+        self.replaced, self._changes = {}, []
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} attention modules replaced, {len(self.kept)} kept"]
+        lines += [f"  {name or '(the model)'}: was {was}" for name, was in self.replaced.items()]
+        lines += [f"  {name or '(the model)'}: kept, {why}" for name, why in self.kept.items()]
+        return "\n".join(lines)
+
+
+def swap_attention(model: torch.nn.Module) -> SwapReport:
+    """Lets the attention modules in a model run on the kernels of this package.
+
+    Replaced are torch.nn.MultiheadAttention (in torch's transformer layers too, whose fast path for inference computes
+    attention by itself otherwise) and modules in the shape of timm's ``Attention``. They change their class in place: they
+    stay the same objects with the same parameters, buffers, hooks, flags, types and devices, and give the same results,
+    except that queries that see no key give 0 instead of NaN.
+
+    A module in timm's shape is replaced only if a copy of it in float64 gives the same on random inputs before and after.
+
+    Call it before fully_shard or FullyShardedDataParallel; torch.compile and DistributedDataParallel take both orders.
+
+    Returns:
+        What was replaced, what was not and why; its undo() takes everything back.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: the model is sharded already. Nothing was replaced.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; accepted: a torch.nn.Module.")
+    _refuse_sharded(model)
+    report = SwapReport()
+    for name, module in list(model.named_modules()):
+        choice = _choice(module)
+        if isinstance(choice, str):
+            report.kept[name] = choice
+        elif choice is not None:
+            before, flag = type(module), None
+            module.__class__ = choice
+            if choice is MultiheadAttention:  # see its __init__
+                flag, module._qkv_same_embed_dim = module._qkv_same_embed_dim, False
+            report.replaced[name] = _name(before)
+            report._changes.append((module, before, choice, flag))
+    return report
+
+
+def _choice(module: torch.nn.Module) -> type | str | None:
+    """The class that a module gets, or why it keeps its own, or None if it has nothing to do with attention."""
+    kind = type(module)
+    if kind.__module__.startswith("mha_ext."):
+        return None
+    torchs = isinstance(module, torch.nn.MultiheadAttention)
+    packed = all(isinstance(getattr(module, part, None), torch.nn.Module) for part in ("qkv", "proj"))
+    if (torchs or packed) and "forward" in vars(module):
+        return f"the forward of this {_name(kind)} was set on the object, which a new class does not change"
+    if kind is torch.nn.MultiheadAttention:
+        return MultiheadAttention
+    if torchs:
+        return (
+            f"{_name(kind)} may do more than torch.nn.MultiheadAttention, which it is made from; accepted: that itself"
+        )
+    if packed:
+        return _why_not_packed(module) or PackedAttention
+    if "attention" not in kind.__name__.lower():
+        return None
+    if kind.__module__.startswith("transformers."):
+        return f"{_name(kind)} is served by register() of mha_ext.integrations.transformers"
+    return f"{_name(kind)} is neither torch.nn.MultiheadAttention nor has qkv and proj as timm's Attention does"
+
+
+def _name(kind: type) -> str:
+    if kind is torch.nn.MultiheadAttention:
+        return "torch.nn.MultiheadAttention"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(module).__mro__):
+            raise ValueError(
+                f"{name or 'the model'} is sharded already ({type(module).__name__}); accepted: a model that is not: call "
+                "swap_attention before fully_shard or FullyShardedDataParallel."
+            )
+
+
+PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
+
+
+def _why_not_packed(module: torch.nn.Module) -> str | None:
+    """Why a module that has qkv and proj cannot become PackedAttention, or None."""
+    kind = type(module)
+    children = {name for name, child in module._modules.items() if child is not None}
+    if children - PARTS:
+        return f"{_name(kind)} has {', '.join(sorted(children - PARTS))} besides what timm's Attention has"
+    own = [name for name, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
+    if own:
+        return f"{_name(kind)} has tensors of its own ({', '.join(own)}), which timm's Attention has not"
+    for name in ("num_heads", "scale"):
+        if not isinstance(getattr(module, name, None), (int, float)):
+            return f"{_name(kind)} has no number {name}, as timm's Attention has"
+    if not isinstance(module.attn_drop if "attn_drop" in children else torch.nn.Dropout(), torch.nn.Dropout):
+        return f"{_name(kind)} has a {type(module.attn_drop).__name__} as attn_drop; accepted: torch.nn.Dropout"
+    options = list(inspect.signature(kind.forward).parameters)[2:]
+    if options not in ([], ["attn_mask"], ["attn_mask", "is_causal"]):
+        return f"{_name(kind)}.forward takes {', '.join(options)}; accepted: x, attn_mask, is_causal"
+    return _differs(module, options)
+
+
+def _differs(module: torch.nn.Module, options: list[str]) -> str | None:
+    """Why a copy in float64 gives something else as PackedAttention, or None if it does not."""
+    kind = type(module)
+    if any(x.is_meta for x in module.parameters()):
+        return f"{_name(kind)} is on the meta device, where it cannot be tried: give it weights first"
+    try:
+        with _without_hooks(module):
+            probe = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
+        features = next(p.shape[-1] for p in probe.qkv.parameters() if p.dim() > 1)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 5, features, generator=generator, dtype=torch.float64)
+        calls = [{}]
+        if "attn_mask" in options:
+            seen = torch.eye(5, dtype=torch.bool) | (torch.rand(2, 1, 5, 5, generator=generator) < 0.5)
+            bias = torch.randn(1, 1, 5, 5, generator=generator, dtype=torch.float64)
+            calls += [{"attn_mask": seen}, {"attn_mask": bias}]
+        if "is_causal" in options:
+            calls.append({"is_causal": True})
+        expected = [probe(x, **call) for call in calls]
+        probe.__class__ = PackedAttention
+        for call, out in zip(calls, expected):
+            found = probe(x, **call)
+            # Another order of sums differs in the last digits, another formula in the first.
+            limit = torch.finfo(torch.float64).eps ** 0.5 * float(out.abs().max())
+            if found.shape != out.shape or not torch.allclose(found, out, rtol=0, atol=limit):
+                return f"{_name(kind)} computes something else than timm's Attention with {list(call) or 'x'} (tried on a copy)"
+    except Exception as error:  # noqa: BLE001  (of code that is not ours)
+        return f"{_name(kind)} could not be tried on a copy ({type(error).__name__}: {error})"
+    return None
+
+
+@contextlib.contextmanager
+def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Takes the hooks away for a while: a copy that is tried must not run them, nor copy what they hold."""
+    kept = [
+        (owner, name, hooks)
+        for owner in module.modules()
+        for name, hooks in vars(owner).items()
+        if "_hooks" in name and isinstance(hooks, dict)
+    ]
+    for owner, name, hooks in kept:
+        setattr(owner, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for owner, name, hooks in kept:
+            setattr(owner, name, hooks)
