@@ -119,7 +119,7 @@ def test_build_info_names_what_is_built():
 def test_public_names():
     promised = {
         "attention", "scaled_dot_product_attention", "split_heads", "merge_heads", "masked_softmax", "dropout_mask", "explain", "masks",
-        "nn",
+        "nn", "swap_attention",
     }  # fmt: skip
     assert promised <= set(mha_ext.__all__) and promised <= set(dir(mha_ext))
     for name in mha_ext.__all__:
