@@ -50,3 +50,14 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Groups of processes of torch.distributed, by their number."""
+    from processes import Processes
+
+    pools = {n: Processes(n) for n in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.stop()

@@ -1,4 +1,4 @@
-"""Real processes of one gloo group, kept between tests because starting them costs seconds."""
+"""Real processes of one gloo group, kept between tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Processes:
         self.n, self.timeout, self.workers = n, timeout, []
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "mha_ext"])  # imported once for all
         self.folder = tempfile.TemporaryDirectory()
         meeting = "file://" + os.path.join(self.folder.name, "store")
         for rank in range(self.n):

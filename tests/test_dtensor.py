@@ -9,23 +9,17 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
 from torch import nn
 
 import mha_ext
 from mha_ext import masks
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
+    pytest.mark.xdist_group("processes"),
+]
 
 B, H, Hk, S, D = 4, 8, 4, 12, 6
-
-
-@pytest.fixture(scope="module")
-def processes():
-    pools = {n: Processes(n) for n in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
 
 
 def close(actual, expected):
