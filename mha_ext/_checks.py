@@ -29,6 +29,12 @@ def is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and type(x).__name__ == "DTensor"
 
 
+def values_known(x: Tensor) -> bool:
+    """Whether x's values can be looked at for free: not on a GPU, not while compiling or under vmap."""
+    plain = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.as_tensor(x)
@@ -221,6 +227,11 @@ def softcap(c: float) -> None:
     number("softcap", c)
     if not 0.0 <= c < float("inf"):
         raise ValueError(f"softcap is {c}; accepted: a positive limit of the scores, or 0 for none.")
+
+
+def flag(name: str, x: bool | None) -> None:
+    if x is not None and not isinstance(x, bool):
+        raise TypeError(f"{name} is {x!r}; accepted: True, False or None.")
 
 
 def sinks(x: Tensor, q: Tensor, H: int) -> Tensor:

@@ -30,7 +30,7 @@ class Bias:
         if self._heads() != H:
             raise ValueError(f"{name} is for {self._heads()} heads but q has {H}; accepted: one value per query head.")
         _checks.same_device(self._parameter(), name, device)
-        return self.of_distance(torch.arange(1 - Sk, Sq, device=device)).to(dtype)[None]
+        return self.of_distance(torch.arange(1 - Sk, max(Sq, 1 - Sk), device=device)).to(dtype)[None]
 
     def to_dense(self, Sq: int, Sk: int) -> Tensor:
         """The bias as a tensor [H,Sq,Sk]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, biases, masks
+from . import _checks, _ops, biases, masks, nested
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
 
@@ -40,7 +40,8 @@ def attention(
     Args:
         q: queries [B,H,Sq,D]. Any strides; a last dimension that is not contiguous costs a copy. So for k and v.
         k: keys [B,Hk,Sk,D]; query head h reads key/value head h // (H / Hk).
-        v: values [B,Hk,Sk,Dv].
+        v: values [B,Hk,Sk,Dv]. Or all three nested tensors of layout torch.jagged, [B,H,j,D], as from transposing
+            [B,j,H,D]: they are computed as packed sequences (see attention_varlen, for masks too), without padding.
         mask: a mask object of mha_ext.masks, or a bool tensor, True = attend: [Sq,Sk], or 4-d broadcastable to
             [B,H,Sq,Sk]. A row that sees no key gives 0; what a hidden key or value holds, NaN too, has no influence.
         bias: floating-point tensor of the same shapes, added to the scaled (and soft-capped) scores; may require grad.
@@ -61,11 +62,16 @@ def attention(
 
     Returns:
         out [B,H,Sq,Dv], its dimensions in the order that q has in memory; or (out, lse), (out, weights),
-        (out, lse, weights). All of them are differentiable, twice.
+        (out, lse, weights). All of them are differentiable, twice. For nested inputs nested.
 
     Raises:
         ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
+    if isinstance(q, Tensor) and q.is_nested:
+        return nested.attention(
+            q, k, v, 2, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
+            rng_state=rng_state, deterministic=deterministic, return_lse=return_lse, return_weights=return_weights,
+        )  # fmt: skip
     q, k, v, bias, args, scale, sinks = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
@@ -101,8 +107,7 @@ def attention_arguments(
         args, bias, sinks = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks)
     if softcap != 0.0:
         _checks.softcap(softcap)
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic is {deterministic!r}; accepted: True, False or None.")
+    _checks.flag("deterministic", deterministic)
     return q, k, v, bias, args, scale, sinks
 
 
@@ -134,7 +139,8 @@ def scaled_dot_product_attention(
     """A drop-in for torch.nn.functional.scaled_dot_product_attention, with its semantics, on these kernels.
 
     Args:
-        query, key, value: [..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv]; leading dimensions broadcast.
+        query, key, value: [..., H, Sq, D], [..., Hk, Sk, D], [..., Hk, Sk, Dv]; leading dimensions broadcast. Or nested
+            tensors of layout torch.jagged, [B,H,j,D], without attn_mask.
         attn_mask: bool (True = attend) or floating-point (added to the scores; may require grad) tensor that broadcasts
             to [..., H, Sq, Sk]. Three dimensions of which the first is both the batch size and the number of heads are
             refused: say mask[None] or mask[:, None].
@@ -146,15 +152,14 @@ def scaled_dot_product_attention(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _checks.not_tensors("query, key, value", query, key, value)
+    if query.is_nested or key.is_nested or value.is_nested:
+        return _sdpa_nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not (query.dim() == key.dim() == value.dim() == 4):
         return _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     B, H = query.shape[:2]
     Hk = key.shape[1]
     if not enable_gqa and H != Hk and H != 1 and Hk != 1:
-        raise ValueError(
-            f"query has {H} heads and key has {Hk} (shapes {_checks.text(query.shape)}, {_checks.text(key.shape)}); "
-            "accepted: equal head counts, or H a multiple of Hk with enable_gqa=True."
-        )
+        raise _different_heads(query, key)
     if key.shape[:2] != (B, H) or value.shape[:2] != (B, H):
         query, key, value = _broadcast_batch_and_heads(query, key, value)
     mask = masks.Causal("top_left") if is_causal else None
@@ -317,6 +322,25 @@ def _broadcast_size(*sizes: int) -> int:
     """What sizes broadcast to, or -1 (expand leaves the dimension alone) if they do not: later checks refuse them."""
     others = [n for n in sizes if n != 1]
     return others[0] if others and all(n == others[0] for n in others) else -1
+
+
+def _different_heads(query: Tensor, key: Tensor) -> Exception:
+    return ValueError(
+        f"query has {query.shape[1]} heads and key has {key.shape[1]} (shapes {_checks.text(query.shape)}, "
+        f"{_checks.text(key.shape)}); accepted: equal head counts, or H a multiple of Hk with enable_gqa=True."
+    )
+
+
+def _sdpa_nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask was given and query, key, value are nested; accepted: is_causal, or mha_ext.attention with a mask "
+            "of mha_ext.masks."
+        )
+    if query.dim() == key.dim() == 4 and not enable_gqa and query.shape[1] != key.shape[1]:
+        raise _different_heads(query, key)
+    mask = masks.Causal("top_left") if is_causal else None
+    return nested.attention(query, key, value, 2, mask=mask, dropout_p=dropout_p, scale=scale)
 
 
 def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:

@@ -260,12 +260,12 @@ class _Blocks(Mask):
 
     block_size: int
 
-    def _blocks(self, B: int, H: int, Sq: int, Sk: int, device: torch.device | None) -> Tensor:
+    def _blocks(self, B: int, H: int, Sq: int, Sk: int, device: torch.device | None, lengths=None) -> Tensor:
         """bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]"""
         raise NotImplementedError
 
     def lower(self, B, H, Sq, Sk, device, lengths=None):
-        return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device), block_size=self.block_size)
+        return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device, lengths), block_size=self.block_size)
 
     def _visible(self, B, H, Sq, Sk):
         return blocks_to_dense(self._blocks(B, H, Sq, Sk, None), self.block_size, Sq, Sk)
@@ -282,7 +282,7 @@ class BlockSparse(_Blocks):
         _checks.bool_mask(blocks, "blocks")
         self.blocks, self.block_size = blocks, _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device):
+    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
         if device is not None:
             _checks.same_device(self.blocks, "BlockSparse", device)
         rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
@@ -302,17 +302,29 @@ class BlockSparse(_Blocks):
 
 
 class _BlockPattern(_Blocks):
-    """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks."""
+    """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks (on a GPU and in compiled
+    code, that of packed sequences is trusted to be one, and rounded down otherwise)."""
 
-    def _positions(self, Sq, Sk, device):
-        if (Sk - Sq) % self.block_size:
+    def _positions(self, Sq, Sk, device, lengths):
+        offset = _offset(Sq, Sk, lengths)
+        if lengths is None:
+            wrong = (Sq, Sk) if offset % self.block_size else None
+        else:
+            odd = (offset[:, 0] % self.block_size).nonzero() if _checks.values_known(offset) else ()
+            wrong = [int(n[odd[0, 0]]) for n in lengths] if len(odd) else None
+            offset = offset[:, :, None]
+        if wrong is not None:
             raise ValueError(
-                f"{self!r} was given {Sq} queries and {Sk} keys; it accepts lengths that differ by a multiple of "
-                f"{self.block_size}: pad, or build a masks.BlockSparse."
+                f"{self!r} was given {wrong[0]} queries and {wrong[1]} keys; it accepts lengths that differ by a multiple "
+                f"of {self.block_size}: pad, or build a masks.BlockSparse."
             )
-        rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
-        i, j = _rows_and_keys(rows, columns, device)
-        return i + (Sk - Sq) // self.block_size, j
+        i, j = _rows_and_keys(-(-Sq // self.block_size), -(-Sk // self.block_size), device)
+        return i + offset // self.block_size, j
+
+
+def _as_blocks(visible: Tensor) -> Tensor:
+    """[nq,nk] or [B,nq,nk], the same for all heads, as four dimensions."""
+    return visible.view(-1, 1, *visible.shape[-2:])
 
 
 class Strided(_BlockPattern):
@@ -324,9 +336,9 @@ class Strided(_BlockPattern):
         self.stride, self.local = _positive("stride", stride), _positive("local", local)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device):
-        i, j = self._positions(Sq, Sk, device)
-        return (((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))[None, None]
+    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
+        i, j = self._positions(Sq, Sk, device, lengths)
+        return _as_blocks(((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))
 
     def __repr__(self):
         return f"Strided({self.stride}, {self.local}, {self.block_size})"
@@ -342,10 +354,10 @@ class Dilated(_BlockPattern):
         self.window, self.dilation = window, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device):
-        i, j = self._positions(Sq, Sk, device)
+    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
+        i, j = self._positions(Sq, Sk, device, lengths)
         distance = (i - j).abs()
-        return ((distance <= self.window * self.dilation) & (distance % self.dilation == 0))[None, None]
+        return _as_blocks((distance <= self.window * self.dilation) & (distance % self.dilation == 0))
 
     def __repr__(self):
         return f"Dilated({self.window}, {self.dilation}, {self.block_size})"

@@ -63,9 +63,9 @@ class Packed(NamedTuple):
         rows = x[0][:, place.clamp(max=x.shape[2] - 1)].transpose(0, 1)
         return torch.where(inside, rows, 0)
 
-    def unpad(self, x: Tensor) -> Tensor:
+    def unpad(self, x: Tensor, T: int) -> Tensor:
         """[B,H,max_q,...] -> [1,H,T,...] of the queries"""
-        row = torch.arange(int(self.q_starts[-1]), device=x.device)
+        row = torch.arange(T, device=x.device)
         sequence = torch.searchsorted(self.q_starts, row, right=True) - 1
         return x[sequence, :, row - self.q_starts[sequence]].transpose(0, 1)[None]
 
@@ -86,12 +86,13 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights). visible: bool, broadcasts to [B,H,Sq,Sk], or None; keep: dropout_mask, or None without."""
     if packed is not None:
+        T = q.shape[2]
         q = packed.pad(q, packed.q_starts, packed.max_q)
         k, v = (packed.pad(x, packed.k_starts, packed.max_k) for x in (k, v))
         if bias is not None and bias.dim() == 3:
             bias = _dense_bias(bias, packed.max_q, packed.max_k, packed.lengths())
         out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks)
-        return packed.unpad(out), packed.unpad(lse), weights
+        return packed.unpad(out, T), packed.unpad(lse, T), weights
     if bias is not None and bias.dim() == 3:
         bias = _dense_bias(bias, q.shape[2], k.shape[2], None)
     (B, H, Sq, _), Hk, Sk = q.shape, k.shape[1], k.shape[2]

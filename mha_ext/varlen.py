@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, masks
+from . import _checks, _ops, masks, nested
 from .functional import _autocast, _rng_state, dtensor_rules, score_arguments
 
 
@@ -13,8 +13,8 @@ def attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -36,7 +36,7 @@ def attention_varlen(
     Args:
         q: queries [Tq,H,D], the sequences' rows one after the other; any strides with a contiguous last dimension.
         k: keys [Tk,Hk,D].
-        v: values [Tk,Hk,Dv].
+        v: values [Tk,Hk,Dv]. Or all three nested tensors of layout torch.jagged, [N,j,H,D], without cu_seqlens.
         cu_seqlens_q, cu_seqlens_k: integer tensors [N+1], where the sequences start and end: 0, ..., Tq (Tk). On a GPU they
             are trusted, since looking at them would wait for it.
         max_seqlen_q, max_seqlen_k: bounds of the sequences' lengths. By default they are looked up, which on a GPU waits for
@@ -49,24 +49,40 @@ def attention_varlen(
         return_lse: also return the logsumexp [H,Tq].
 
     Returns:
-        out [Tq,H,Dv], or (out, lse). Differentiable, twice.
+        out [Tq,H,Dv], or (out, lse). Differentiable, twice. For nested inputs nested, [N,j,H,Dv] and [N,j,H].
 
     Raises:
-        ValueError, TypeError: what does not fit, in one sentence with the fix; RuntimeError: cu_seqlens (on the CPU) that
-            do not cover all rows, or lengths above the bounds.
+        ValueError, TypeError: what does not fit, in one sentence with the fix; on the CPU that includes the values of
+            cu_seqlens (RuntimeError in compiled code).
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
+    options = {
+        "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "sinks": sinks,
+        "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
+    }  # fmt: skip
+    if q.is_nested or k.is_nested or v.is_nested:
+        if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+            raise ValueError(
+                "q, k, v are nested and cu_seqlens or max_seqlen was given; accepted: one of them: leave out the latter."
+            )
+        return nested.attention(q, k, v, 1, **options)
+    return attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+
+
+def attention_packed(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, mask=None, bias=None, scale=None, dropout_p=0.0,
+    softcap=0.0, sinks=None, rng_state=None, deterministic=None, return_lse=False,
+):  # fmt: skip
+    """attention_varlen for tensors that aren't nested."""
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = ", ".join(_checks.text(x.shape) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; accepted: packed q [Tq,H,D], k [Tk,Hk,D], v [Tk,Hk,Dv].")
-    if torch.is_autocast_enabled(q.device.type):
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     _checks.attention_inputs(q, k, v, _ops.without_cuda)
-    starts = [
-        _starts(x, name, q) for x, name in ((cu_seqlens_q, "cu_seqlens_q"), (cu_seqlens_k, "cu_seqlens_k"))
-    ]
+    starts = _starts(cu_seqlens_q, "cu_seqlens_q", q), _starts(cu_seqlens_k, "cu_seqlens_k", k)
     B, H = starts[0].shape[0] - 1, q.shape[1]
     if starts[1].shape[0] != B + 1:
         raise ValueError(
@@ -74,16 +90,14 @@ def attention_varlen(
             "entry more than there are sequences in both."
         )
     lengths = starts[0].diff(), starts[1].diff()
-    longest = [
-        int(n.max()) if given is None and B > 0 else given or 0
-        for n, given in zip(lengths, (max_seqlen_q, max_seqlen_k))
-    ]
+    longest = [_longest(n, given, side) for n, given, side in zip(lengths, (max_seqlen_q, max_seqlen_k), "qk")]
     args = masks.lower(mask, B, H, *longest, q.device, lengths)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, *longest)
     _checks.probability("dropout_p", dropout_p)
     if softcap != 0.0:
         _checks.softcap(softcap)
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
+    _checks.flag("deterministic", deterministic)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _checks.is_dtensor(q):
@@ -95,9 +109,37 @@ def attention_varlen(
     return (out, lse[0]) if return_lse else out
 
 
-def _starts(x: Tensor, name: str, q: Tensor) -> Tensor:
+def _starts(x: Tensor, name: str, packed: Tensor) -> Tensor:
+    """Where the sequences of packed [1,H,T,D] start and end; checked where that costs nothing."""
+    if x is None:
+        raise ValueError(f"{name} is missing; accepted: an integer tensor [sequences + 1], or nested q, k and v.")
     starts = _checks.integer_tensor(x, name, "[sequences + 1]", 1)
     if starts.shape[0] == 0:
         raise ValueError(f"{name} is empty; accepted: an integer tensor [sequences + 1] that begins with 0.")
-    _checks.same_device(starts, name, q.device)
+    _checks.same_device(starts, name, packed.device)
+    if _checks.values_known(starts):
+        T, first, last = packed.shape[2], int(starts[0]), int(starts[-1])
+        if first != 0 or last != T:
+            raise ValueError(f"{name} goes from {first} to {last}; accepted: from 0 to the {T} rows that are packed.")
+        if bool((starts.diff() < 0).any()):
+            n = int((starts.diff() < 0).nonzero()[0])
+            raise ValueError(
+                f"{name} goes from {int(starts[n])} to {int(starts[n + 1])} at sequence {n}; accepted: numbers that do "
+                "not decrease."
+            )
     return starts
+
+
+def _longest(lengths: Tensor, given: int | None, side: str) -> int:
+    """The bound of the lengths."""
+    if given is None:
+        return int(lengths.max()) if lengths.shape[0] > 0 else 0
+    name = f"max_seqlen_{side}"
+    if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)) or given < 0:
+        raise ValueError(f"{name} is {given!r}; accepted: an int >= 0, or None.")
+    if lengths.shape[0] > 0 and _checks.values_known(lengths) and int(lengths.max()) > given:
+        raise ValueError(
+            f"{name} is {given} but cu_seqlens_{side} has a sequence of {int(lengths.max())}; accepted: a bound of all "
+            "lengths."
+        )
+    return given

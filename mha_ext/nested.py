@@ -1,0 +1,53 @@
+"""torch's nested tensors (layout torch.jagged) as packed sequences, and back. No data is copied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, ragged_dim: int, *, return_lse: bool = False, **options):
+    """attention_varlen of jagged q, k, v [N,j,H,D] (ragged_dim 1) or [N,H,j,D] (ragged_dim 2), with nested results: the
+    output in q's shape, and the logsumexp [N,j,H] or [N,H,j]."""
+    from .varlen import attention_packed  # which itself takes nested tensors to this module
+
+    if options.pop("return_weights", False):
+        raise ValueError(
+            "return_weights is true and q, k, v are nested; accepted: false: sequences of different lengths have no "
+            "weights of one shape."
+        )
+    (q, q_starts, q_longest), (k, k_starts, k_longest), (v, v_starts, _) = (
+        _packed(x, name, ragged_dim) for x, name in ((q, "q"), (k, "k"), (v, "v"))
+    )
+    if v_starts is not k_starts and _checks.values_known(v_starts) and not torch.equal(v_starts, k_starts):
+        raise ValueError("k and v are nested tensors of different lengths; accepted: one length for each key and value.")
+    out, lse = attention_packed(q, k, v, q_starts, k_starts, q_longest, k_longest, return_lse=True, **options)
+    lse = lse.t()
+
+    def as_nested(x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if ragged_dim == 2 else x
+        return torch.nested.nested_tensor_from_jagged(x, q_starts, jagged_dim=ragged_dim, max_seqlen=q_longest)
+
+    return (as_nested(out), as_nested(lse)) if return_lse else as_nested(out)
+
+
+def _packed(x: Tensor, name: str, ragged_dim: int) -> tuple[Tensor, Tensor, int | None]:
+    """(values [T,H,D], starts [N+1], a bound of the lengths if it is known)"""
+    accepted = "[N,j,H,D]" if ragged_dim == 1 else "[N,H,j,D]"
+    if not x.is_nested or x.layout != torch.jagged:
+        given = f"a nested tensor of layout {x.layout}" if x.is_nested else f"a tensor of shape {_checks.text(x.shape)}"
+        raise TypeError(
+            f"{name} is {given} and another of q, k, v is nested; accepted: all three nested, of layout torch.jagged: "
+            "make them with torch.nested.nested_tensor(..., layout=torch.jagged)."
+        )
+    if x.dim() != 4 or x._ragged_idx != ragged_dim:
+        raise ValueError(
+            f"{name} is a nested tensor of shape {_checks.text(x.shape)}; accepted: {accepted}, j the lengths: transpose "
+            "it."
+        )
+    if x.lengths() is not None:  # rows between the sequences that belong to none
+        x = x.contiguous()
+    values = x.values()
+    return values.transpose(0, 1) if ragged_dim == 2 else values, x.offsets(), getattr(x, "_maybe_max_seqlen", None)
