@@ -2,6 +2,7 @@
 
 import importlib
 
+from . import _flops as _flops  # registers what torch counts for the ops
 from . import biases, masks, nn, reference
 from ._ops import build_info
 from .explain import Plan, explain

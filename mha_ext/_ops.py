@@ -1,5 +1,5 @@
 """The ops as torch sees them: loads the compiled module and adds to its ops what can only be said in Python (fake
-kernels, autograd formulas, vmap rules). The only file that uses torch.library and torch.ops.
+kernels, autograd formulas, vmap rules). The only file that uses torch.library and, with _flops.py, torch.ops.
 
 Arguments and shapes are those of the schemas in csrc/torch/schemas.cpp.
 """
@@ -363,7 +363,7 @@ def _(info, in_dims, like):
 # --- The ops as the package calls them --------------------------------------------------------------------------------
 
 _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
-_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 def _callable(name, setup, backward, vmap):
@@ -384,7 +384,7 @@ def _callable(name, setup, backward, vmap):
     def call(*args):
         if torch.compiler.is_compiling():
             return op(*args)
-        if _transforms_active() or forward_ad._current_level >= 0:
+        if transforms_active() or forward_ad._current_level >= 0:
             return function.apply(*args)  # forward-mode differentiation is refused there, not ignored
         if torch.is_grad_enabled():
             for x in args:

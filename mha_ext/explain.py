@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -123,6 +124,31 @@ def explain(
         advice=_advice(given, args, bias, Sq, Sk, return_weights),
         **numbers,
     )
+
+
+_logged: set[tuple] = set()
+
+
+def log(q: Tensor, k: Tensor, v: Tensor, **arguments) -> None:
+    """Prints the plan of a call of attention to stderr, once for each kind of call; MHA_EXT_LOG=1 has attention do so.
+
+    Not for what has no values to look at: tensors that are traced, transformed, sharded, or part of a captured CUDA graph.
+    """
+    tensors = (q, k, v)
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) or _ops.transforms_active():
+        return
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    others = tuple(text(x.shape) if isinstance(x, Tensor) else repr(x) for x in arguments.values())
+    call = (
+        *((x.shape, x.stride(), x.dtype, x.device) for x in tensors),
+        others,
+        torch.is_autocast_enabled(q.device.type),
+    )
+    if call not in _logged:
+        plan = explain(*tensors, **arguments)  # raises what attention raises
+        _logged.add(call)
+        print(f"mha_ext: {plan}", file=sys.stderr, flush=True)
 
 
 def _cpu_refusals() -> dict[str, str]:

@@ -6,12 +6,15 @@ head size. Types: float64, float32, bfloat16, float16; under torch.autocast inpu
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, biases, masks, nested
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
+LOG_PLANS = os.environ.get("MHA_EXT_LOG", "0") not in ("", "0")
 
 
 def attention(
@@ -72,6 +75,10 @@ def attention(
             q, k, v, 2, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
             rng_state=rng_state, deterministic=deterministic, return_lse=return_lse, return_weights=return_weights,
         )  # fmt: skip
+    if LOG_PLANS and not torch.compiler.is_compiling():
+        from .explain import log
+
+        log(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, sinks=sinks, return_weights=return_weights)
     q, k, v, bias, args, scale, sinks = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
