@@ -32,12 +32,15 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     """
     outs, lses = _parts(outs, "outs", "[P,...,Dv]"), _parts(lses, "lses", "[P,...]")
     _check(outs, lses)
-    out, lse, _ = merge(outs, lses)
+    weights, seen, lse, _ = weights_of_parts(lses)
+    out = 0
+    for part, weight, row_seen in zip(outs, weights.unbind(0), seen.unbind(0)):
+        out = out + weight[..., None] * torch.where(row_seen[..., None], part.to(lse.dtype), 0)
     return out.to(outs[0].dtype), lse
 
 
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], rests: Sequence[Tensor] | None = None):
-    """(out, lse, rest) of the parts, all in lse's type.
+def weights_of_parts(lses: Sequence[Tensor], rests: Sequence[Tensor] | None = None):
+    """(weights [P,...], seen [P,...], lse, rest): what each part counts, whether it saw anything, and the merged lse.
 
     rests: what rounding took from each lse, as attention_fwd returns it; the result's rest is the same for its lse.
     """
@@ -51,19 +54,13 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], rests: Sequence[Tensor
         distance = distance + torch.stack(tuple(rests))
     terms = torch.where(seen, distance.exp(), 0)
     total = torch.where(nothing, 1, terms.sum(0))
-    weights = (terms / total).unsqueeze(-1)
-    out = 0
-    for part, weight, row_seen in zip(outs, weights.unbind(0), seen.unsqueeze(-1).unbind(0)):
-        out = out + weight * torch.where(row_seen, part.to(lse.dtype), 0)
     above = total.log()
-    merged = torch.where(nothing, -torch.inf, top + above)
-    if rests is None:
-        return out, merged, None
-    # The exact error of the sum top + above (Knuth's two-sum).
     rounded = top + above
-    kept = rounded - top
-    rest = (top - (rounded - kept)) + (above - kept)
-    return out, merged, torch.where(nothing, 0, rest)
+    rest = None
+    if rests is not None:  # the exact error of that sum (Knuth's two-sum)
+        kept = rounded - top
+        rest = torch.where(nothing, 0, (top - (rounded - kept)) + (above - kept))
+    return terms / total, seen, torch.where(nothing, -torch.inf, rounded), rest
 
 
 def _parts(given: Sequence[Tensor] | Tensor, name: str, stacked: str) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _checks, _ops, masks
 from ..functional import NOT_PACKED, attention_arguments
-from ..merge import merge
+from ..merge import weights_of_parts
 from .agreement import FIELDS, lengths_if_agreed, wait
 from .sequence import Piece, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
 
@@ -212,7 +212,9 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
             )[:3]  # fmt: skip
             sums = rows.of(out), rows.of(lse), rows.of(rest)
             if rows in begun:
-                part = merge(*zip(sums, part))
+                weights, _, *merged = weights_of_parts(*zip(sums[1:], part[1:]))
+                old, new = weights.unsqueeze(-1).unbind(0)
+                part = sums[0].mul_(old).addcmul_(part[0].to(accumulate), new), *merged
             begun.add(rows)
             for total, merged in zip(sums, part):
                 total.copy_(merged)
