@@ -175,31 +175,34 @@ def python(code: str) -> str:
     return result.stdout
 
 
-REGISTER = """
-import sys
-{before}
-from mha_ext.integrations.transformers import register
-try:
-    register()
-except ImportError as error:
-    print(error)
-"""
-
-
 def test_absent_or_old_transformers(tmp_path):
-    found = python(REGISTER.format(before="sys.modules['transformers'] = None"))
-    assert "transformers is not installed; accepted: 5" in found and "pip install" in found
     package = tmp_path / "transformers"
     package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '4.40.0'")
-    found = python(REGISTER.format(before=f"sys.path.insert(0, {str(tmp_path)!r})"))
-    assert "transformers is 4.40.0; accepted: 5" in found
-    (package / "__init__.py").write_text(
-        "__version__ = '5.3.0'\nclass AttentionInterface: pass\nclass AttentionMaskInterface: pass"
-    )
+    (package / "__init__.py").write_text("""
+__version__ = "5.3.0"
+class AttentionInterface: pass
+class AttentionMaskInterface: pass
+""")
     (package / "masking_utils.py").write_text("def sdpa_mask(batch_size, cache_position, kv_length): pass")
-    found = python(REGISTER.format(before=f"sys.path.insert(0, {str(tmp_path)!r})"))
-    assert "transformers is 5.3.0; accepted: 5" in found
+    found = python(f"""
+        import sys
+        from mha_ext.integrations.transformers import register
+        def attempt():
+            try: register()
+            except ImportError as error: print(error)
+            sys.modules.pop("transformers", None)
+        sys.modules["transformers"] = None
+        attempt()
+        sys.path.insert(0, {str(tmp_path)!r})
+        attempt()
+        open({str(package / "__init__.py")!r}, "w").write("__version__ = '4.40.0'")
+        import importlib; importlib.invalidate_caches()
+        attempt()
+        """).splitlines()
+    assert len(found) == 3
+    assert "transformers is not installed; accepted: 5.6 or later: pip install" in found[0]
+    assert "transformers is 5.3.0; accepted: 5.6 or later" in found[1]
+    assert "transformers is 4.40.0; accepted: 5.6 or later" in found[2]
 
 
 def test_importing_mha_ext_does_not_import_transformers():

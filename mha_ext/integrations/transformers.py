@@ -31,6 +31,9 @@ from .._checks import name_of, text
 from ..functional import attention
 
 OLDEST = "5.6"
+USED = (  # of transformers.masking_utils
+    "bidirectional_mask_function", "causal_mask_function", "is_tracing", "prepare_padding_mask", "sliding_window_causal_mask_function",
+)  # fmt: skip
 ELEMENTS = 2**22  # of a mask that are looked at at a time: bounds the memory of finding intervals
 SMALL = 3  # Up to so many keys masks are dense, so that the last dimension tells the forms apart
 
@@ -47,14 +50,14 @@ def register(name: str = "mha_ext") -> str:
     Raises:
         ImportError: transformers is absent or too old.
     """
-    interface, mask_interface, _ = _transformers()
+    interface, mask_interface = _interfaces()
     interface.register(name, attention_forward)
     mask_interface.register(name, attention_mask)
     return name
 
 
-def _transformers():
-    """(AttentionInterface, AttentionMaskInterface, the module masking_utils) of the transformers that is installed."""
+def _interfaces():
+    """AttentionInterface and AttentionMaskInterface of the transformers that is installed, if it has all that we use."""
     try:
         import transformers
     except ImportError as error:
@@ -64,16 +67,17 @@ def _transformers():
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-        found = inspect.signature(masking_utils.sdpa_mask).parameters
-        missing = {"q_length", "q_offset", "kv_length", "kv_offset", "mask_function", "attention_mask"} - set(found)
+        arguments = inspect.signature(masking_utils.sdpa_mask).parameters
+        complete = {"q_length", "q_offset", "kv_length", "kv_offset", "use_vmap", "device"} <= set(arguments)
+        complete = complete and all(hasattr(masking_utils, name) for name in USED)
     except (ImportError, AttributeError):
-        missing = True
-    if missing:
+        complete = False
+    if not complete:
         raise ImportError(
             f"transformers is {transformers.__version__}; accepted: {OLDEST} or later, where masks are made from lengths "
-            "and offsets: pip install -U transformers."
+            "and offsets: pip install -U transformers mha_ext."
         )
-    return AttentionInterface, AttentionMaskInterface, masking_utils
+    return AttentionInterface, AttentionMaskInterface
 
 
 def attention_forward(
@@ -179,7 +183,8 @@ def attention_mask(
         allow_is_causal_skip, allow_is_bidirectional_skip: None may stand for a causal mask, for no mask.
         use_vmap: mask_function does not broadcast.
     """
-    utils = _transformers()[2]
+    from transformers import masking_utils as utils
+
     if mask_function is None:
         mask_function = utils.causal_mask_function
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
