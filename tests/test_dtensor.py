@@ -120,6 +120,24 @@ def test_heads_that_do_not_divide_are_gathered(processes):
     processes[2].run(attention_on, (2,), "hhr", "causal", None, (12, 3))
 
 
+def drop_in_on(n):
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = [randn(B, heads, S, D, seed=i) for i, heads in enumerate((H, Hk, Hk))]
+    seen = torch.rand(S, S, generator=cases.generator(5)) < 0.7
+    options = {"attn_mask": seen, "is_causal": True, "enable_gqa": True}
+    expected = mha_ext.scaled_dot_product_attention(*whole, **options)
+    for letter in "bh":
+        shards = [distribute_tensor(x, mesh_of(n), placements_of(letter)) for x in whole]
+        actual = mha_ext.scaled_dot_product_attention(*shards, **options)
+        assert list(actual.placements) == placements_of(letter)
+        close(full(actual), expected)
+
+
+def test_scaled_dot_product_attention(processes):
+    processes[2].run(drop_in_on, 2)
+
+
 def packed_sequences_on(n):
     from torch.distributed.tensor import distribute_tensor
 
@@ -282,6 +300,24 @@ def tensor_parallel(n, options, sequence):
 ], ids=str)  # fmt: skip
 def test_tensor_parallel_modules(processes, n, options, sequence):
     processes[n].run(tensor_parallel, n, options, sequence)
+
+
+def decode_with_sharded_heads(n):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    alone, model = model_of(), model_of()
+    for block in model:
+        parallelize_module(block, mesh_of(n), {"attention": mha_ext.distributed.HeadParallel()})
+    attention, x = model[0].attention.eval(), randn(2, 5, 24)
+    cache = attention.make_cache(2, 8)
+    with torch.no_grad():
+        actual = torch.cat([attention(x[:, :3], cache=cache), attention(x[:, 3:], cache=cache)], dim=1)
+        close(actual, alone[0].attention(x))
+    assert cache.k.shape[1] == 4 // n
+
+
+def test_caches_with_sharded_heads(processes):
+    processes[2].run(decode_with_sharded_heads, 2)
 
 
 class Encoder(nn.Module):

@@ -57,6 +57,7 @@ class HeadParallel(ParallelStyle):
                 "accepted: a number of processes that divides num_kv_heads: use a smaller mesh dimension."
             )
         module.unpack()
+        module.head_shards = device_mesh.size()
         known = {f"{name}.{kind}" for name in (*_STYLES, "out_proj") for kind in ("weight", "bias")}
         other = [name for name, _ in module.named_parameters() if name not in known]
         if other:

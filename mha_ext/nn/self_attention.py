@@ -114,6 +114,7 @@ class SelfAttention(_Attention):
         )
         self.qkv_proj = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
         self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
+        self.head_shards = 1  # processes that have an equal share of the heads each, see mha_ext.distributed.HeadParallel
         self.register_load_state_dict_pre_hook(_load_either_packing)
         if not packed:
             self.unpack()
@@ -182,7 +183,7 @@ class SelfAttention(_Attention):
             kept = left + max(64, left // 4)
             if 2 * kept < capacity:
                 capacity, options["window"] = kept, left
-        return KVCache(batch, capacity, self.num_kv_heads, self.head_dim, **options)
+        return KVCache(batch, capacity, self.num_kv_heads // self.head_shards, self.head_dim, **options)
 
     def _attend_cached(self, q, k, v, mask, bias, cache: KVCache, counts) -> Tensor:
         if not self.causal or (self.training and self.dropout > 0):
