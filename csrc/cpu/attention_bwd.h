@@ -300,7 +300,8 @@ void add_sink_gradients(const AttentionBackward& p, const Threads& threads) {
                 *dlse = static_cast<const T*>(p.dlse);
         for (int r = 0; r < rows; ++r) {
           const T over = sink - lse[r], after = rest ? rest[at + r] : T(0);
-          if (over == 0 && after == 0) delta[r] = 0;  // a row that sees nothing, whatever its dout holds
+          // A row that sees nothing has out 0, whatever its dout holds.
+          if (over == 0 && after == 0 && !std::isfinite(delta[r])) delta[r] = 0;
           sum -= double(std::exp(over - after) * (delta[r] - (dlse ? dlse[at + r] : T(0))));
         }
       }
