@@ -56,7 +56,9 @@ class Processes:
 
     def stop(self) -> None:
         for process, pipe in self.workers:
-            pipe.close()
+            pipe.close()  # a process that waits for work ends then
+        for process, _ in self.workers:
+            process.join(1)
             process.kill()
             process.join()
         if self.workers:

@@ -138,6 +138,29 @@ def test_scaled_dot_product_attention(processes):
     processes[2].run(drop_in_on, 2)
 
 
+def compiled_on(n):
+    from torch.distributed.tensor import distribute_tensor
+
+    shapes = (B, H, S, D), (B, Hk, S, D), (B, Hk, S, D)
+    q, k, v = (distribute_tensor(randn(*s, seed=i), mesh_of(n), placements_of("h")).requires_grad_() for i, s in enumerate(shapes))
+
+    mask = mask_of("padding")
+
+    def function(q, k, v):
+        return 2 * mha_ext.attention(q, k, v, mask=mask)
+
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        out = call(q, k, v)
+        results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    for eager, other in zip(*results):
+        close(full(other), full(eager))
+
+
+def test_compiled(processes):
+    processes[2].run(compiled_on, 2)
+
+
 def packed_sequences_on(n):
     from torch.distributed.tensor import distribute_tensor
 

@@ -219,6 +219,27 @@ def test_inputs_that_one_process_refuses_stop_all(processes):
     processes[2].run(one_is_refused)
 
 
+def compiled():
+    from mha_ext.distributed import ring_attention
+
+    q, k, v = tensors(requires_grad=True)
+
+    def function(q, k, v):
+        return ring_attention(2 * q, k, v, mask=masks.Causal()) + 1
+
+    for out in (function(q, k, v), torch.compile(function, backend="aot_eager")(q, k, v)):
+        yield out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def compiled_as_eager():
+    for eager, other in zip(*compiled()):
+        torch.testing.assert_close(other, eager)
+
+
+def test_compiled_code_goes_around_it(processes):
+    processes[2].run(compiled_as_eager)
+
+
 def double_backward():
     from mha_ext.distributed import ring_attention
 
