@@ -1,4 +1,9 @@
-"""python -m mha_ext: what is built, what is used, and a self-check against the reference."""
+"""The commands of the package:
+
+python -m mha_ext                          what is built, what is used, and a self-check against the reference
+python -m mha_ext explain --shape ...      what a call of attention will do, and what it costs
+python -m mha_ext bench                    the benchmark; both say more with --help
+"""
 
 from __future__ import annotations
 
@@ -65,7 +70,7 @@ def _check(device: str, dtype: torch.dtype, arguments: dict) -> str | None:
     return None
 
 
-def main() -> int:
+def self_check() -> int:
     try:
         print("\n".join(_describe()))
     except RuntimeError as error:  # MHA_EXT_CPU_ISA names an instruction set that is not there
@@ -83,5 +88,31 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def bench(arguments: list[str]) -> int:
+    try:
+        from mha_ext._bench.compare import main
+    except ModuleNotFoundError as error:
+        print(f"The benchmark needs {error.name}: pip install 'mha_ext[bench]' brings it.", file=sys.stderr)
+        return 2
+    return main(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        return self_check()
+    command, *rest = arguments
+    if command == "bench":
+        return bench(rest)
+    if command == "explain":
+        from mha_ext._explain_command import main
+
+        return main(rest)
+    asked = command in ("-h", "--help")
+    if not asked:
+        print(f"{command!r} is no command of mha_ext; accepted: explain, bench, or none.", file=sys.stderr)
+    print(__doc__.strip(), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from contenders import Shape, eager, flex, loop, ours, sdpa, training
-from measure import Case
+
+from .contenders import Shape, eager, flex, loop, ours, sdpa, training
+from .measure import Case
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}

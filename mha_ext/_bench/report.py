@@ -1,9 +1,7 @@
-"""What the benchmark found: tables, JSON, a picture, and the classical claims beside the numbers measured here."""
+"""What the benchmark found: records, tables, and the classical claims beside the numbers measured here."""
 
-import json
 import math
 import statistics
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -199,40 +197,3 @@ def print_report(report: dict, console: Console) -> None:
         style="dim",
         highlight=False,
     )
-
-
-def plot(report: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in report["rows"] if any(c["speed"] for c in row["contenders"])]
-    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.24 * len(rows)))
-    points: dict[str, list] = {}
-    for place, row in enumerate(rows):
-        for c in row["contenders"]:
-            if c["speed"] and c["contender"] != row["baseline"]:
-                points.setdefault(c["contender"], []).append((c["speed"], place))
-    markers = iter("osv^<>PXd*pH" * 4)
-    for contender, found in sorted(points.items(), key=lambda item: not item[0].startswith("mha_ext")):
-        ours = contender.startswith("mha_ext")
-        axes.scatter(*zip(*found, strict=True), s=60 if ours else 24, marker=next(markers), label=contender, zorder=3)
-    axes.set_yticks(range(len(rows)), [f"{row['name']} (against {row['baseline']})" for row in rows], size=7)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xscale("log")
-    axes.grid(which="both", alpha=0.25)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("speed against the row's base (right is faster)")
-    axes.set_title(machine_line(report["machine"], report["peaks"]), size=7)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def write(report: dict, out: Path) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "compare.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(report, out / "compare.png")
-    return [out / "compare.json", out / "compare.png"]

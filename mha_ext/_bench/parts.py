@@ -5,11 +5,12 @@ import math
 from functools import partial
 
 import torch
-from contenders import Shape, eager, flex, ours, sdpa, training
-from measure import Case, relative_error
-from rows import BF16, FP16, FP32, NAMES, Row, compare, direction, dtype_key
 
 import mha_ext
+
+from .contenders import Shape, eager, flex, ours, sdpa, training
+from .measure import Case, relative_error
+from .rows import BF16, FP16, FP32, NAMES, Row, compare, direction, dtype_key
 
 SHAPE = Shape(8, 12, 512, 64)
 LARGE_SHAPE = Shape(1, 4, 512, 64)
