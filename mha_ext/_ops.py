@@ -133,8 +133,9 @@ def _attention_fwd_setup(ctx, inputs, output):
 
 
 def _attention_fwd_backward(ctx, dout, dlse, _, dweights):
-    q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors = ctx.saved_tensors[:14]
-    q_starts, k_starts, sinks, rng_state = ctx.saved_tensors[14:]
+    saved = ctx.saved_tensors  # once: checkpointing lets nobody read it twice
+    q, k, v, out, lse, lse_rest, weights, bias, *mask_tensors = saved[:14]
+    q_starts, k_starts, sinks, rng_state = saved[14:]
     nothing = (None,) * 25
     if dout is None and dlse is None and dweights is None:
         return nothing
@@ -167,8 +168,9 @@ def _attention_bwd_setup(ctx, inputs, output):
 
 
 def _attention_bwd_backward(ctx, *gradients):
-    dout, dlse, dweights, q, k, v, sinks, bias, *mask_tensors = ctx.saved_tensors[:14]
-    q_starts, k_starts, rng_state = ctx.saved_tensors[14:]
+    saved = ctx.saved_tensors
+    dout, dlse, dweights, q, k, v, sinks, bias, *mask_tensors = saved[:14]
+    q_starts, k_starts, rng_state = saved[14:]
     mask_numbers, (max_q, max_k), (scale, softcap, dropout_p) = ctx.numbers
     args = masks.MaskArgs(*mask_tensors, *mask_numbers)
     packed = reference.Packed(q_starts, k_starts, max_q, max_k) if q_starts is not None else None

@@ -92,7 +92,7 @@ CLASSES = {
 
 
 @functools.cache
-def model_of(name: str, dtype: torch.dtype, train: bool = False):
+def model_of(name: str, dtype: torch.dtype):
     """Weights large enough that attention is far from uniform; the same in every dtype, up to bfloat16's rounding."""
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES[name])._from_config(config_of(name), attn_implementation="eager").float()
@@ -102,7 +102,7 @@ def model_of(name: str, dtype: torch.dtype, train: bool = False):
         for p in model.parameters():
             std = 1.5 * p.shape[-1] ** -0.5 if p.dim() > 1 else 0.3
             p.copy_((torch.randn(p.shape) * std + (p if p.dim() == 1 else 0)).bfloat16())
-    return model.to(dtype).train(train)
+    return model.to(dtype).eval()
 
 
 def padding(side: str) -> torch.Tensor:
@@ -318,3 +318,17 @@ def test_dropout_in_training():
     a, b = model(**inputs).logits, model(**inputs).logits
     assert not torch.equal(a, b)
     torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+
+
+def test_gradient_checkpointing():
+    """Masks go through the recomputation as they are."""
+    _, grads = run("gemma2", "mha_ext", "left", torch.float32, True)
+    model = model_of("gemma2", torch.float32)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        _, again = run("gemma2", "mha_ext", "left", torch.float32, True, lambda model: model.train())
+    finally:
+        model.activation_checkpointing_disable()
+        model.eval()
+    for name, g in grads.items():
+        assert torch.equal(again[name], g), name
