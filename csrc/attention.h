@@ -78,6 +78,19 @@ struct AttentionBackward : AttentionProblem {
   void* dsinks = nullptr;  // [H] contiguous, accumulate type; null unless there are sinks. Starts out zeroed
 };
 
+// Talking heads: the heads are mixed before the softmax, new[g] = sum over h of old[h] * pre_mix[h][g], after the soft
+// cap and before bias and mask, and after it, the same with post_mix and the weights, before dropout. From bias to
+// sinks and lse, a head is then a mixed one; a (query, key) pair contributes nothing where it is hidden from all heads.
+struct AttentionMixedForward : AttentionForward {
+  const void *pre_mix = nullptr, *post_mix = nullptr;  // [H,H] contiguous, accumulate type; null: none
+};
+
+// out is not read, and delta is worked out from the keys: dlse is the gradient of lse alone.
+struct AttentionMixedBackward : AttentionBackward {
+  const void *pre_mix = nullptr, *post_mix = nullptr;
+  void *dpre_mix = nullptr, *dpost_mix = nullptr;  // [H,H] contiguous, accumulate type; start out zeroed; null: none
+};
+
 // Softmax over the last dimension of scores * scale + bias, masked; then dropout.
 struct MaskedSoftmaxProblem {
   int64_t B = 0, H = 0, Sq = 0, Sk = 0;

@@ -28,7 +28,8 @@ pybind11::dict build_info() {
   return info;
 }
 
-pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> sizes, bool dropout, int threads) {
+pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> sizes, bool dropout, bool mixed,
+                              int threads) {
   mha::AttentionProblem p;
   p.dtype = dtype == "float64"    ? mha::DType::f64
             : dtype == "float32"  ? mha::DType::f32
@@ -37,7 +38,8 @@ pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> s
   p.B = sizes[0], p.H = sizes[1], p.Hk = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4], p.D = sizes[5], p.Dv = sizes[6];
   static const int64_t state[2] = {};
   if (dropout) p.dropout = {0.5, state};  // any value: only whether there is dropout counts
-  const mha::cpu::AttentionPlan plan = mha::cpu::kernels().attention_plan(p, threads);
+  const mha::cpu::Kernels& kernels = mha::cpu::kernels();
+  const mha::cpu::AttentionPlan plan = (mixed ? kernels.attention_mixed_plan : kernels.attention_plan)(p, threads);
   pybind11::dict d;
   d["arithmetic"] = plan.arithmetic;
   d["block_rows"] = plan.block_rows;
@@ -57,6 +59,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cpu_isa", [] { return std::string(mha::cpu::kernels().isa); }, "The instruction set of the CPU kernels in use.");
   m.def("attention_plan", &attention_plan, pybind11::arg("dtype"), pybind11::arg("sizes"), pybind11::arg("dropout"),
-        pybind11::arg("threads"), "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv).");
+        pybind11::arg("mixed"), pybind11::arg("threads"),
+        "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv).");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
 }

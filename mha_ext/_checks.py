@@ -246,6 +246,25 @@ def sinks(x: Tensor, q: Tensor, H: int) -> Tensor:
     return x.to(accumulate_dtype(q.dtype))
 
 
+def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
+    """pre_mix or post_mix in the type that the ops take."""
+    accumulate = accumulate_dtype(q.dtype)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; accepted: a floating-point tensor [H,H] = [{H},{H}].")
+    if x.shape != (H, H):
+        raise ValueError(f"{name} has shape {text(x.shape)}; accepted: [H,H] = [{H},{H}], H being q's heads.")
+    same_device(x, name, q.device)
+    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type) and x.dtype.is_floating_point
+    if x.dtype != q.dtype and x.dtype != accumulate and not autocast:
+        accepted = " or ".join(dict.fromkeys((name_of(q.dtype), name_of(accumulate))))
+        raise TypeError(f"{name} is {name_of(x.dtype)} but q is {name_of(q.dtype)}; accepted: {accepted}: convert it.")
+    if is_dtensor(q):
+        raise ValueError(
+            f"{name} was given and q is a DTensor; accepted there: attention without a mix: mix heads of local tensors."
+        )
+    return x.to(accumulate)
+
+
 def rng_state(state: Tensor, device: torch.device) -> Tensor:
     if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape != (2,):
         given = (

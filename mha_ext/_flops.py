@@ -32,6 +32,26 @@ def attention_bwd_flops(dout, dlse, dweights, q, k, v, *args, out_val=None, **kw
     return 2 * _pairs(q, k, *args[14:18]) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
+def _mix_flops(q: Tensor, pre_mix: Tensor | None, post_mix: Tensor | None) -> int:
+    """Of one query and key in one head."""
+    return 2 * q.shape[1] * ((pre_mix is not None) + (post_mix is not None))
+
+
+@register_flop_formula(torch.ops.mha_ext.attention_mixed_fwd, get_raw=True)
+def attention_mixed_fwd_flops(q, k, v, pre_mix, post_mix, *args, out_val=None, **kwargs) -> int:
+    """What attention_fwd does, and the mixes."""
+    return _pairs(q, k, *args[11:15]) * (2 * (q.shape[3] + v.shape[3]) + _mix_flops(q, pre_mix, post_mix))
+
+
+@register_flop_formula(torch.ops.mha_ext.attention_mixed_bwd, get_raw=True)
+def attention_mixed_bwd_flops(
+    dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, *args, out_val=None, **kwargs
+) -> int:
+    """What attention_bwd does, and for each mix the mix itself, its transpose and its gradient."""
+    mixes = 3 * _mix_flops(q, pre_mix, post_mix)
+    return _pairs(q, k, *args[11:15]) * (2 * (3 * q.shape[3] + 2 * v.shape[3]) + mixes)
+
+
 @register_flop_formula(torch.ops.mha_ext.merge_heads)
 def merge_heads_flops(x_shape, mix_shape=None, *args, out_shape=None, **kwargs) -> int:
     """The mix of the heads, if any."""

@@ -82,6 +82,21 @@ def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end,
     return *gradients, _dbias_of(bias, need_dbias, q), dsinks
 
 
+@torch.library.register_fake("mha_ext::attention_mixed_fwd", lib=_lib)
+def _(q, k, v, pre_mix, post_mix, *args):
+    weights = [*q.shape[:3], k.shape[2]] if args[-2] else [0]
+    return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
+
+
+@torch.library.register_fake("mha_ext::attention_mixed_bwd", lib=_lib)
+def _(dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, bias, *args):
+    sinks, need_dbias = args[14], args[-2]
+    gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
+    sums = ([q.shape[1]], sinks), ([q.shape[1]] * 2, pre_mix), ([q.shape[1]] * 2, post_mix)
+    dsinks, dpre_mix, dpost_mix = (q.new_empty(n if x is not None else [0], dtype=lse.dtype) for n, x in sums)
+    return *gradients, _dbias_of(bias, need_dbias, q), dsinks, dpre_mix, dpost_mix
+
+
 @torch.library.register_fake("mha_ext::masked_softmax_fwd", lib=_lib)
 def _(scores, *args):
     return scores.new_empty(scores.shape), _lse_of(scores)
@@ -173,10 +188,7 @@ def _attention_bwd_backward(ctx, *gradients):
     q_starts, k_starts, rng_state = saved[14:]
     mask_numbers, (max_q, max_k), (scale, softcap, dropout_p) = ctx.numbers
     args = masks.MaskArgs(*mask_tensors, *mask_numbers)
-    packed = reference.Packed(q_starts, k_starts, max_q, max_k) if q_starts is not None else None
-    B, Sq, Sk = (q.shape[0], q.shape[2], k.shape[2]) if packed is None else (len(q_starts) - 1, max_q, max_k)
-    visible = masks.visible_of(args, Sq, Sk, q.device, None if packed is None else packed.lengths())
-    keep = dropout_mask(rng_state, dropout_p, B, q.shape[1], Sq, Sk) if dropout_p > 0 else None
+    packed, visible, keep = _reference_modifiers(args, q, k, q_starts, k_starts, max_q, max_k, dropout_p, rng_state)
 
     def first_order(dout, dlse, dweights, q, k, v, bias, sinks):
         def forward(q, k, v, bias, sinks):
@@ -194,6 +206,15 @@ def _attention_bwd_backward(ctx, *gradients):
     gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias, sinks), wanted)
     by_input = (*gradients[:6], None, None, None, gradients[6], *(None,) * 14, gradients[7], *(None,) * 6)
     return _where_needed(by_input, ctx)
+
+
+def _reference_modifiers(args, q, k, q_starts, k_starts, max_q, max_k, dropout_p, rng_state):
+    """(packed, visible, keep) as reference.attend takes them."""
+    packed = reference.Packed(q_starts, k_starts, max_q, max_k) if q_starts is not None else None
+    B, Sq, Sk = (q.shape[0], q.shape[2], k.shape[2]) if packed is None else (len(q_starts) - 1, max_q, max_k)
+    visible = masks.visible_of(args, Sq, Sk, q.device, None if packed is None else packed.lengths())
+    keep = dropout_mask(rng_state, dropout_p, B, q.shape[1], Sq, Sk) if dropout_p > 0 else None
+    return packed, visible, keep
 
 
 def _masked_softmax_fwd_setup(ctx, inputs, output):
@@ -311,12 +332,14 @@ def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
     return x.expand(n, B, *x.shape[2:]).reshape(n * B, *x.shape[2:])
 
 
+def _dropout_under_vmap(p: float) -> Exception:
+    return ValueError(f"dropout_p is {p} under vmap; accepted there: 0: apply dropout outside of vmap, or loop.")
+
+
 def _vmap_by_folding(call, names, info, in_dims, *args):
     n, dims, given = info.batch_size, dict(zip(names, in_dims)), dict(zip(names, args))
     if given["dropout_p"] > 0:
-        raise ValueError(
-            f"dropout_p is {given['dropout_p']} under vmap; accepted there: 0: apply dropout outside of vmap, or loop."
-        )
+        raise _dropout_under_vmap(given["dropout_p"])
     if given.get("q_starts") is not None or given.get("sinks") is not None:  # the first dimension isn't all of the batch
         return _vmap_by_looping(call, info, in_dims, *args)
     main = "q" if "q" in given else "scores"

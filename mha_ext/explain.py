@@ -85,28 +85,33 @@ def explain(
         ValueError, TypeError: what attention would raise.
     """
     given = (q, k, v)
-    q, k, v, bias, args, scale, sinks = attention_arguments(
+    q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     if dropout_p != 0.0 and rng_state is not None:
         _checks.rng_state(rng_state, q.device)
     (B, H, Sq, D), (Hk, Sk), Dv = q.shape, k.shape[1:3], v.shape[3]
-    threads, kernel, refusals, numbers = 1, f"attention_fwd on {q.device.type}", {}, {}
+    op = "attention_fwd" if mixes is None else "attention_mixed_fwd"
+    threads, kernel, refusals, numbers = 1, f"{op} on {q.device.type}", {}, {}
     if q.device.type == "cpu":
         threads = torch.get_num_threads()
-        plan = _ops.attention_plan(name_of(q.dtype), (B, H, Hk, Sq, Sk, D, Dv), dropout_p != 0.0, threads)
-        kernel = f"attention_fwd on the CPU, {_ops.cpu_isa()}, products in {plan['arithmetic']}"
+        sizes = B, H, Hk, Sq, Sk, D, Dv
+        plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, mixes is not None, threads)
+        kernel = f"{op} on the CPU, {_ops.cpu_isa()}, products in {plan['arithmetic']}"
         refusals = _cpu_refusals()
         numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
         for name in ("tasks", "workspace"):
             numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
+    if mixes is not None:
+        refusals["attention_fwd"] = "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
     pairs, exact = _visible_pairs(args, B, Sq, Sk)
     copies, copied = _copies(given, (q, k, v))
     statistics = 2 * B * H * Sq * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
     output = B * H * Sq * Dv * q.element_size() + statistics
     if return_weights:
         output += B * H * Sq * Sk * q.element_size()
-    inputs = (q, k, v, bias, sinks, *args[:6])
+    inputs = (q, k, v, bias, sinks, *(mixes or ()), *args[:6])
+    work = 2 * H * (D + Dv + H * sum(x is not None for x in mixes or ()))  # of one pair of query and key
     return Plan(
         call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
         + (f", mask {_describe(mask)}" if mask is not None else "")
@@ -115,8 +120,8 @@ def explain(
         threads=threads,
         refusals=refusals,
         copies=copies,
-        flops=2 * H * pairs * (D + Dv),
-        flops_dense=2 * B * H * Sq * Sk * (D + Dv),
+        flops=work * pairs,
+        flops_dense=work * B * Sq * Sk,
         flops_exact=exact,
         bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + output,
         memory=output + copied + numbers.get("workspace", (0,))[0],

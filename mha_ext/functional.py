@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, biases, masks, nested
+from . import _checks, _mixed, _ops, biases, masks, nested
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
 LOG_PLANS = os.environ.get("MHA_EXT_LOG", "0") not in ("", "0")
@@ -55,7 +55,10 @@ def attention(
         sinks: [H] logits, one more per softmax denominator, which no key and no value belongs to (Xiao et al.,
             "Efficient streaming language models with attention sinks", 2024); may require grad. A row that sees no key
             still gives 0, and lse is then the sink.
-        pre_mix, post_mix: not available in this version.
+        pre_mix, post_mix: talking heads (Shazeer et al., "Talking-heads attention", 2020): [H,H], of q's type, float32 (or
+            float64 for float64 inputs); may require grad. The scores of head g become sum_h score[h] * pre_mix[h,g], after
+            the soft cap and before bias, mask and sinks; its weights sum_h weight[h] * post_mix[h,g], before dropout. What
+            a key that is hidden from all heads holds has no influence. Memory stays linear in the lengths.
         rng_state: int64 tensor [2] (seed, offset) that makes dropout reproducible on any device; by default it is drawn
             from torch's default generator.
         deterministic: True, False, or None for torch's own setting. On the CPU the result is always the same.
@@ -73,21 +76,22 @@ def attention(
     if isinstance(q, Tensor) and q.is_nested:
         return nested.attention(
             q, k, v, 2, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
-            rng_state=rng_state, deterministic=deterministic, return_lse=return_lse, return_weights=return_weights,
+            pre_mix=pre_mix, post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_lse=return_lse,
+            return_weights=return_weights,
         )  # fmt: skip
     if LOG_PLANS and not torch.compiler.is_compiling():
         from .explain import log
 
-        log(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, sinks=sinks, return_weights=return_weights)
-    q, k, v, bias, args, scale, sinks = attention_arguments(
+        mixes = {"pre_mix": pre_mix, "post_mix": post_mix}
+        log(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, sinks=sinks, return_weights=return_weights, **mixes)
+    q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse, _, weights = _ops.attention_fwd(
-        q, k, v, bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic
-    )
+    modifiers = bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic
+    out, lse, _, weights = attention_op(q, k, v, mixes, modifiers)
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
     return (out, weights) if return_weights else out
@@ -95,10 +99,8 @@ def attention(
 
 def attention_arguments(
     q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, masks.MaskArgs, float, Tensor | None]:  # fmt: skip
-    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks)."""
-    if pre_mix is not None or post_mix is not None:
-        raise _not_available(pre_mix=pre_mix, post_mix=post_mix)
+):
+    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
     device_type = q.device.type
@@ -108,6 +110,7 @@ def attention_arguments(
     (B, H, Sq), Sk = q.shape[:3], k.shape[2]
     args = masks.lower(mask, B, H, Sq, Sk, q.device)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
+    mixes = mix_arguments(pre_mix, post_mix, q, H)
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
@@ -115,7 +118,22 @@ def attention_arguments(
     if softcap != 0.0:
         _checks.softcap(softcap)
     _checks.flag("deterministic", deterministic)
-    return q, k, v, bias, args, scale, sinks
+    return q, k, v, bias, args, scale, sinks, mixes
+
+
+def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int):
+    """(pre_mix, post_mix) as the ops take them, or None where neither was given."""
+    if pre_mix is None and post_mix is None:
+        return None
+    given = ("pre_mix", pre_mix), ("post_mix", post_mix)
+    return tuple(None if x is None else _checks.mix(x, name, q, H) for name, x in given)
+
+
+def attention_op(q: Tensor, k: Tensor, v: Tensor, mixes, modifiers):
+    """(out, lse, lse_rest, weights) of the op for these arguments."""
+    if mixes is None:
+        return _ops.attention_fwd(q, k, v, *modifiers)
+    return _mixed.attention_mixed_fwd(q, k, v, *mixes, *modifiers)
 
 
 def score_arguments(bias, scale, sinks, q: Tensor, B: int, H: int, Sq: int, Sk: int):
@@ -265,11 +283,6 @@ def dtensor_rules():
     from .distributed import dtensor  # brings torch.distributed.tensor, which most programs do without
 
     return dtensor
-
-
-def _not_available(**given) -> Exception:
-    names = " and ".join(name for name, value in given.items() if value is not None)
-    return ValueError(f"{names} was given; it is not available in this version of mha_ext: leave it out.")
 
 
 def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ _MASK32 = 0xFFFFFFFF
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask=None, bias=None, scale=None, dropout_p=0.0, softcap=0.0, sinks=None,
-    rng_state=None, return_lse=False, return_weights=False,
+    pre_mix=None, post_mix=None, rng_state=None, return_lse=False, return_weights=False,
 ):  # fmt: skip
     """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
@@ -31,7 +31,7 @@ def attention(
     keep = _kept(rng_state, dropout_p, B, H, Sq, Sk)
     if isinstance(bias, biases.Bias):
         bias = bias.lower(H, Sq, Sk, _checks.accumulate_dtype(q.dtype), q.device)
-    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks)
+    out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks, None, pre_mix, post_mix)
     extra = ([lse] if return_lse else []) + ([weights] if return_weights else [])
     return (out, *extra) if extra else out
 
@@ -82,8 +82,9 @@ def _dense_bias(bias: Tensor, Sq: int, Sk: int, lengths) -> Tensor:
 
 
 def attend(
-    q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks=None, packed: Packed | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks=None, packed: Packed | None = None, pre_mix=None,
+    post_mix=None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, weights). visible: bool, broadcasts to [B,H,Sq,Sk], or None; keep: dropout_mask, or None without."""
     if packed is not None:
         T = q.shape[2]
@@ -91,7 +92,9 @@ def attend(
         k, v = (packed.pad(x, packed.k_starts, packed.max_k) for x in (k, v))
         if bias is not None and bias.dim() == 3:
             bias = _dense_bias(bias, packed.max_q, packed.max_k, packed.lengths())
-        out, lse, weights = attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks)
+        out, lse, weights = attend(
+            q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks, None, pre_mix, post_mix
+        )
         return packed.unpad(out, T), packed.unpad(lse, T), weights
     if bias is not None and bias.dim() == 3:
         bias = _dense_bias(bias, q.shape[2], k.shape[2], None)
@@ -99,14 +102,16 @@ def attend(
     dtype = _checks.accumulate_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         if visible is not None:
-            q, k, v = _without_unseen_rows(q, k, v, visible.expand(B, H, Sq, Sk))
+            seen = visible if pre_mix is None and post_mix is None else visible.any(1, keepdim=True)  # by some head
+            q, k, v = _without_unseen_rows(q, k, v, seen.expand(B, H, Sq, Sk))
         group = H // Hk if Hk else 1
         keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
         scores = q.to(dtype) @ keys.mT * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
+        scores = _mix(scores, pre_mix)
         weights, lse = _softmax_and_lse(scores, bias, visible, sinks)
-        weights = _dropout(weights, dropout_p, keep)
+        weights = _dropout(_mix(weights, post_mix), dropout_p, keep)
         return (weights @ values).to(q.dtype), lse, weights.to(q.dtype)
 
 
@@ -143,6 +148,10 @@ def _without_unseen_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tu
     B, _, _, Sk = visible.shape
     seen = visible.any(2).view(B, k.shape[1], -1, Sk).any(2)[..., None] if k.shape[1] else visible.any(2)[..., None]
     return torch.where(seeing, q, 0), torch.where(seen, k, 0), torch.where(seen, v, 0)
+
+
+def _mix(x: Tensor, mix: Tensor | None) -> Tensor:
+    return x if mix is None else torch.einsum("bhij,hg->bgij", x, mix.to(x.dtype))
 
 
 def _dropout(weights: Tensor, p: float, keep: Tensor | None) -> Tensor:

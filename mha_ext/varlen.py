@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, masks, nested
-from .functional import _autocast, _rng_state, dtensor_rules, score_arguments
+from .functional import _autocast, _rng_state, attention_op, dtensor_rules, mix_arguments, score_arguments
 
 
 def attention_varlen(
@@ -24,6 +24,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -44,8 +46,8 @@ def attention_varlen(
         mask, bias: as in attention, with the batch size N, Sq = max_seqlen_q and Sk = max_seqlen_k: Padding takes [N]
             lengths, Dense [N or 1,H or 1,Sq,Sk] (sequences use its upper left corner), Documents [N,Sk]. Where a mask or a
             bias speaks of the offset o = Sk - Sq, each sequence has its own.
-        scale, dropout_p, softcap, sinks, rng_state, deterministic: as in attention; dropout draws for sequence n what
-            attention draws for batch element n.
+        scale, dropout_p, softcap, sinks, pre_mix, post_mix, rng_state, deterministic: as in attention; dropout draws for
+            sequence n what attention draws for batch element n.
         return_lse: also return the logsumexp [H,Tq].
 
     Returns:
@@ -59,7 +61,7 @@ def attention_varlen(
         raise _checks.not_tensors("q, k, v", q, k, v)
     options = {
         "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "sinks": sinks,
-        "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
+        "pre_mix": pre_mix, "post_mix": post_mix, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
     }  # fmt: skip
     if q.is_nested or k.is_nested or v.is_nested:
         if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
@@ -72,7 +74,7 @@ def attention_varlen(
 
 def attention_packed(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, mask=None, bias=None, scale=None, dropout_p=0.0,
-    softcap=0.0, sinks=None, rng_state=None, deterministic=None, return_lse=False,
+    softcap=0.0, sinks=None, pre_mix=None, post_mix=None, rng_state=None, deterministic=None, return_lse=False,
 ):  # fmt: skip
     """attention_varlen for tensors that aren't nested."""
     if not q.dim() == k.dim() == v.dim() == 3:
@@ -93,6 +95,7 @@ def attention_packed(
     longest = [_longest(n, given, side) for n, given, side in zip(lengths, (max_seqlen_q, max_seqlen_k), "qk")]
     args = masks.lower(mask, B, H, *longest, q.device, lengths)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, *longest)
+    mixes = mix_arguments(pre_mix, post_mix, q, H)
     _checks.probability("dropout_p", dropout_p)
     if softcap != 0.0:
         _checks.softcap(softcap)
@@ -102,9 +105,8 @@ def attention_packed(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _checks.is_dtensor(q):
         args, bias, sinks, *starts = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *starts)
-    out, lse, _, _ = _ops.attention_fwd(
-        q, k, v, bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic
-    )
+    modifiers = bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic
+    out, lse, _, _ = attention_op(q, k, v, mixes, modifiers)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 

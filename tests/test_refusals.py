@@ -198,12 +198,6 @@ def test_numbers():
     refusal(lambda: mha_ext.attention(q, k, v, deterministic="yes"), "yes", kind=TypeError)
 
 
-def test_not_yet_available():
-    """What comes later says so instead of being ignored."""
-    for name, value in (("pre_mix", torch.eye(4)), ("post_mix", torch.eye(4))):
-        refusal(lambda: mha_ext.attention(q, k, v, **{name: value}), name)  # noqa: B023
-
-
 def test_heads():
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 10), 4), "[2,3,10]", "4", kind=ValueError)
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 0), "0", kind=ValueError)

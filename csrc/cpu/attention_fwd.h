@@ -236,19 +236,11 @@ struct ForwardBlock {
     T *lse = static_cast<T*>(p.lse), *lse_rest = static_cast<T*>(p.lse_rest);
     for (int r = 0; r < s.block->rows; ++r) {
       const int64_t row = s.block->b * p.rows_stride_b + s.block->head[r] * p.rows_stride_h + s.block->query[r];
-      const T sum = s.row_sum[r], sink = sinks ? sinks[s.block->head[r]] : -kInf;
-      const bool empty = sum == 0;
-      T top = empty ? -kInf : s.row_max[r], natural = rule.natural, total = sum, share = T(1);
-      if (sinks && sink != -kInf) {  // a NaN sink must show
-        const T keys_top = top * natural;
-        top = keys_top > sink ? keys_top : sink, natural = T(1);
-        share = empty ? T(0) : std::exp(keys_top - top);
-        total = sum * share + std::exp(sink - top);
-      }
-      inverse[r] = empty ? T(0) : share / total;
-      const T log_total = std::log(total);
-      lse[row] = top == -kInf ? -kInf : std::fma(top, natural, log_total);
-      if (lse_rest) lse_rest[row] = top == -kInf ? T(0) : std::fma(top, natural, -lse[row]) + log_total;
+      const T sink = sinks ? sinks[s.block->head[r]] : -kInf;
+      const FinishedRow<T> finished = finish_row(s.row_max[r], s.row_sum[r], rule.natural, sink);
+      inverse[r] = finished.inverse;
+      lse[row] = finished.lse;
+      if (lse_rest) lse_rest[row] = finished.lse_rest;
     }
   }
 

@@ -3,6 +3,8 @@
 
 #include "attention_bwd.h"
 #include "attention_fwd.h"
+#include "attention_mixed_bwd.h"
+#include "attention_mixed_fwd.h"
 
 MHA_ISA_BEGIN
 
@@ -20,6 +22,24 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   plan.fwd_tasks = ForwardPlan(p).tasks, plan.bwd_tasks = BackwardPlan(backward).units();
   plan.fwd_workspace = attention_fwd_workspace(forward, threads);
   plan.bwd_workspace = attention_bwd_workspace(backward, threads);
+  return plan;
+}
+
+// The same of attention_mixed_fwd and attention_mixed_bwd, with both mixes.
+inline AttentionPlan attention_mixed_plan(const AttentionProblem& p, int threads) {
+  const float mixed = 0;  // only asked whether it is there
+  AttentionMixedForward forward;
+  static_cast<AttentionProblem&>(forward) = p;
+  forward.pre_mix = forward.post_mix = &mixed;
+  AttentionMixedBackward backward;
+  static_cast<AttentionProblem&>(backward) = p;
+  backward.pre_mix = backward.post_mix = &mixed;
+  AttentionPlan plan;
+  plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
+  plan.block_rows = kMaxRows, plan.tile_keys = kMixKeys;
+  plan.fwd_tasks = mixed_forward_tasks(p), plan.bwd_tasks = MixedBackwardPlan(backward).runs;
+  plan.fwd_workspace = attention_mixed_fwd_workspace(forward, threads);
+  plan.bwd_workspace = attention_mixed_bwd_workspace(backward, threads);
   return plan;
 }
 

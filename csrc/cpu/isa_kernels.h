@@ -5,6 +5,8 @@
 //
 #include "attention_bwd.h"
 #include "attention_fwd.h"
+#include "attention_mixed_bwd.h"
+#include "attention_mixed_fwd.h"
 #include "attention_plan.h"
 #include "dropout_mask.h"
 #include "gemm.h"
@@ -23,7 +25,12 @@ constexpr Kernels table(const char* isa) {
   k.attention_fwd_workspace = attention_fwd_workspace;
   k.attention_bwd = attention_bwd;
   k.attention_bwd_workspace = attention_bwd_workspace;
+  k.attention_mixed_fwd = attention_mixed_fwd;
+  k.attention_mixed_fwd_workspace = attention_mixed_fwd_workspace;
+  k.attention_mixed_bwd = attention_mixed_bwd;
+  k.attention_mixed_bwd_workspace = attention_mixed_bwd_workspace;
   k.attention_plan = attention_plan;
+  k.attention_mixed_plan = attention_mixed_plan;
   k.masked_softmax_fwd = masked_softmax_fwd;
   k.masked_softmax_bwd = masked_softmax_bwd;
   k.split_heads = split_heads;

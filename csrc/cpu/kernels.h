@@ -28,7 +28,12 @@ struct Kernels {
   std::size_t (*attention_fwd_workspace)(const AttentionForward&, int threads);
   void (*attention_bwd)(const AttentionBackward&, const Threads&, void* workspace);
   std::size_t (*attention_bwd_workspace)(const AttentionBackward&, int threads);
+  void (*attention_mixed_fwd)(const AttentionMixedForward&, const Threads&, void* workspace);
+  std::size_t (*attention_mixed_fwd_workspace)(const AttentionMixedForward&, int threads);
+  void (*attention_mixed_bwd)(const AttentionMixedBackward&, const Threads&, void* workspace);
+  std::size_t (*attention_mixed_bwd_workspace)(const AttentionMixedBackward&, int threads);
   AttentionPlan (*attention_plan)(const AttentionProblem&, int threads);
+  AttentionPlan (*attention_mixed_plan)(const AttentionProblem&, int threads);
   void (*masked_softmax_fwd)(const MaskedSoftmaxForward&, const Threads&);
   void (*masked_softmax_bwd)(const MaskedSoftmaxBackward&, const Threads&);
   void (*split_heads)(const SplitHeads&, const Threads&);

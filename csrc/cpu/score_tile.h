@@ -75,6 +75,33 @@ inline void finish_scores(T* score, int64_t ld, const T* bias, int64_t ld_bias, 
   }
 }
 
+// A row's softmax, once its maximum and sum are known.
+template <class T>
+struct FinishedRow {
+  T inverse;        // 1 / the denominator, in units of exp(row_max * natural); 0 where that is 0
+  T lse, lse_rest;  // the denominator's logarithm, and what rounding took from it
+};
+
+// row_max * natural is the greatest score as the user knows it; sink: -inf for none.
+template <class T>
+inline FinishedRow<T> finish_row(T row_max, T row_sum, T natural, T sink) {
+  constexpr T kInf = std::numeric_limits<T>::infinity();
+  const bool empty = row_sum == 0;
+  T top = empty ? -kInf : row_max, total = row_sum, share = T(1);
+  if (sink != -kInf) {  // a NaN sink must show
+    const T keys_top = top * natural;
+    top = keys_top > sink ? keys_top : sink, natural = T(1);
+    share = empty ? T(0) : std::exp(keys_top - top);
+    total = row_sum * share + std::exp(sink - top);
+  }
+  const T log_total = std::log(total);
+  FinishedRow<T> row{empty ? T(0) : share / total, -kInf, T(0)};
+  if (top == -kInf) return row;
+  row.lse = std::fma(top, natural, log_total);
+  row.lse_rest = std::fma(top, natural, -row.lse) + log_total;
+  return row;
+}
+
 // Replaces (not adds to) the scores of hidden pairs, whatever they hold.
 template <class T>
 inline void hide(T* score, int64_t ld, const TileMask<T>& mask, int lanes, int keys, T hidden) {

@@ -39,7 +39,7 @@ Problem sequence(const Problem& p, int64_t b) {
   shift_outputs(s, accumulate_type(p.dtype), p.q_starts[b], p.k_starts[b]);
   const int64_t shift = sequence_shift(p, s.Sq, s.Sk);
   shift_bias(s.bias, p.bias_dtype, p.bias_relative, b, shift);
-  if constexpr (std::is_same_v<Problem, AttentionBackward>)
+  if constexpr (std::is_base_of_v<AttentionBackward, Problem>)
     shift_bias(s.dbias, accumulate_type(p.dtype), p.bias_relative, b, shift);
   s.dropout.first_head += b * p.H;
   Mask& m = s.mask;

@@ -1,5 +1,6 @@
 // The ops on the CPU: the kernels of the instruction set in use, run on torch's thread pool.
 #include "../cpu/kernels.h"
+#include "mixed_ops.h"
 #include "ops.h"
 
 namespace mha::torch_layer {
@@ -27,6 +28,16 @@ struct Cpu {
     Tensor space = workspace(cpu::kernels().attention_bwd_workspace(p, threads.count), like);
     cpu::kernels().attention_bwd(p, threads, space.data_ptr());
   }
+  static void attention_mixed_fwd(const AttentionMixedForward& p, const Tensor& like) {
+    cpu::Threads threads = torch_threads();
+    Tensor space = workspace(cpu::kernels().attention_mixed_fwd_workspace(p, threads.count), like);
+    cpu::kernels().attention_mixed_fwd(p, threads, space.data_ptr());
+  }
+  static void attention_mixed_bwd(const AttentionMixedBackward& p, const Tensor& like) {
+    cpu::Threads threads = torch_threads();
+    Tensor space = workspace(cpu::kernels().attention_mixed_bwd_workspace(p, threads.count), like);
+    cpu::kernels().attention_mixed_bwd(p, threads, space.data_ptr());
+  }
   static void masked_softmax_fwd(const MaskedSoftmaxForward& p, const Tensor&) {
     cpu::kernels().masked_softmax_fwd(p, torch_threads());
   }
@@ -41,4 +52,7 @@ struct Cpu {
 }  // namespace
 }  // namespace mha::torch_layer
 
-STABLE_TORCH_LIBRARY_IMPL(mha_ext, CPU, m) { MHA_REGISTER_OPS(m, mha::torch_layer::Cpu); }
+STABLE_TORCH_LIBRARY_IMPL(mha_ext, CPU, m) {
+  MHA_REGISTER_OPS(m, mha::torch_layer::Cpu);
+  MHA_REGISTER_MIXED_OPS(m, mha::torch_layer::Cpu);
+}

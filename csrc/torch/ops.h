@@ -19,6 +19,21 @@ namespace mha::torch_layer {
 #define MHA_SEQUENCES \
   Sequences { q_starts, k_starts, max_q, max_k }
 
+// The outputs of attention forward, and their places in the problem.
+struct ForwardOutputs {
+  Tensor out, lse, lse_rest, weights;
+
+  ForwardOutputs(AttentionForward& p, const Tensor& q, bool return_weights)
+      : out(empty_in_order_of(q, p.Dv)), lse(empty_lse(q)), lse_rest(empty_lse(q)) {
+    MHA_CHECK(!return_weights || !p.q_starts, "return_weights is true for packed sequences; it must be false.");
+    weights = empty(return_weights ? Sizes{p.B, p.H, p.Sq, p.Sk} : Sizes{0}, q.scalar_type(), q);
+    p.out = view4(out);
+    p.lse = lse.data_ptr(), p.lse_rest = lse_rest.data_ptr();
+    if (return_weights) p.weights = view4(weights);
+    if (p.q_starts) p.out.stride[0] = 0;
+  }
+};
+
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS,
                                                          MHA_SEQUENCE_PARAMETERS, double scale, double softcap,
@@ -27,16 +42,67 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Ten
   AttentionForward p;
   AttentionInputs in = attention_inputs(q, k, v);
   fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
-  Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q), lse_rest = empty_lse(q);
-  MHA_CHECK(!return_weights || !q_starts, "return_weights is true for packed sequences; it must be false.");
-  Tensor weights = empty(return_weights ? Sizes{p.B, p.H, p.Sq, p.Sk} : Sizes{0}, q.scalar_type(), q);
-  p.out = view4(out);
-  p.lse = lse.data_ptr(), p.lse_rest = lse_rest.data_ptr();
-  if (return_weights) p.weights = view4(weights);
-  if (q_starts) p.out.stride[0] = 0;
+  ForwardOutputs to(p, q, return_weights);
   Backend::attention_fwd(p, q);
-  return {out, lse, lse_rest, weights};
+  return {to.out, to.lse, to.lse_rest, to.weights};
 }
+
+// dout, or out: a tensor of the shape of the output.
+inline Tensor4 output_view(const Tensor& t, const char* name, const AttentionProblem& p, AttentionInputs& in) {
+  check_shape(t, name, {in.q.size(0), p.H, in.q.size(2), p.Dv});
+  check_device(t, name, in.q, "q");
+  MHA_CHECK(t.scalar_type() == in.q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
+  in.keep.push_back(unit_last_stride(t));
+  return view4(in.keep.back());
+}
+
+// What backward reads besides the problem itself and out.
+inline void fill_backward(AttentionBackward& p, AttentionInputs& in, const Tensor& dout, const OptionalTensor& dlse,
+                          const OptionalTensor& dweights, const Tensor& lse, const Tensor& lse_rest,
+                          bool deterministic) {
+  ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
+  auto row_statistic = [&](const Tensor& t, const char* name) {
+    check_shape(t, name, {in.q.size(0), p.H, in.q.size(2)});
+    check_device(t, name, in.q, "q");
+    MHA_CHECK(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
+              "; the op accepts ", torch::headeronly::toString(accumulate), ".");
+    in.keep.push_back(torch::stable::contiguous(t));
+    return in.keep.back().data_ptr();
+  };
+  p.dout = output_view(dout, "dout", p, in);
+  p.lse = row_statistic(lse, "lse");
+  p.lse_rest = row_statistic(lse_rest, "lse_rest");
+  p.deterministic = deterministic;
+  if (dlse) p.dlse = row_statistic(*dlse, "dlse");
+  if (!dweights) return;
+  check_shape(*dweights, "dweights", {p.B, p.H, p.Sq, p.Sk});
+  check_device(*dweights, "dweights", in.q, "q");
+  MHA_CHECK(dweights->scalar_type() == in.q.scalar_type(), "dweights and q have different dtypes; pass one.");
+  p.dweights = view4(*dweights);
+}
+
+// The outputs of attention backward, and their places in the problem; all but dq, dk, dv start out zeroed.
+struct Gradients {
+  Tensor dq, dk, dv, dbias, dsinks;
+
+  Gradients(AttentionBackward& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+            bool need_dbias)
+      : dq(empty_in_order_of(q, p.D)), dk(empty_in_order_of(k, p.D)), dv(empty_in_order_of(v, p.Dv)) {
+    ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
+    p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
+    MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
+    dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
+                       : empty({0}, accumulate, q);
+    dsinks = empty({p.sinks ? p.H : 0}, accumulate, q);
+    if (p.sinks) p.dsinks = torch::stable::zero_(dsinks).data_ptr();
+    if (p.q_starts)
+      for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
+  }
+
+  Tensor dbias_like(const OptionalTensor& bias, bool need_dbias) const {
+    return need_dbias ? as_dtype_of(dbias, *bias) : dbias;
+  }
+};
 
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
@@ -46,43 +112,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
   AttentionBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
   fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
-  Tensor dout_unit = unit_last_stride(dout), out_unit = unit_last_stride(out);
-  for (auto [t, name] : {std::pair{&dout_unit, "dout"}, std::pair{&out_unit, "out"}}) {
-    check_shape(*t, name, {q.size(0), p.H, q.size(2), p.Dv});
-    check_device(*t, name, q, "q");
-    MHA_CHECK(t->scalar_type() == q.scalar_type(), name, " and q have different dtypes; the op accepts one.");
-  }
-  ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
-  auto row_statistic = [&](const Tensor& t, const char* name) {
-    check_shape(t, name, {q.size(0), p.H, q.size(2)});
-    check_device(t, name, q, "q");
-    MHA_CHECK(t.scalar_type() == accumulate, name, " has dtype ", torch::headeronly::toString(t.scalar_type()),
-              "; the op accepts ", torch::headeronly::toString(accumulate), ".");
-    in.keep.push_back(torch::stable::contiguous(t));
-    return in.keep.back().data_ptr();
-  };
-  p.dout = view4(dout_unit), p.out = view4(out_unit);
-  p.lse = row_statistic(lse, "lse");
-  p.lse_rest = row_statistic(lse_rest, "lse_rest");
-  p.deterministic = deterministic;
-  if (dlse) p.dlse = row_statistic(*dlse, "dlse");
-  if (dweights) {
-    check_shape(*dweights, "dweights", {p.B, p.H, p.Sq, p.Sk});
-    check_device(*dweights, "dweights", q, "q");
-    MHA_CHECK(dweights->scalar_type() == q.scalar_type(), "dweights and q have different dtypes; pass one.");
-    p.dweights = view4(*dweights);
-  }
-  Tensor dq = empty_in_order_of(q, p.D), dk = empty_in_order_of(k, p.D), dv = empty_in_order_of(v, p.Dv);
-  p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
-  MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
-  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
-                            : empty({0}, accumulate, q);
-  Tensor dsinks = empty({sinks ? p.H : 0}, accumulate, q);
-  if (sinks) p.dsinks = torch::stable::zero_(dsinks).data_ptr();
-  if (q_starts)
-    for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
+  fill_backward(p, in, dout, dlse, dweights, lse, lse_rest, deterministic);
+  p.out = output_view(out, "out", p, in);
+  Gradients to(p, q, k, v, bias, need_dbias);
   Backend::attention_bwd(p, q);
-  return {dq, dk, dv, need_dbias ? as_dtype_of(dbias, *bias) : dbias, dsinks};
+  return {to.dq, to.dk, to.dv, to.dbias_like(bias, need_dbias), to.dsinks};
 }
 
 template <class Backend>

@@ -16,6 +16,14 @@ STABLE_TORCH_LIBRARY(mha_ext, m) {
       "lse, Tensor lse_rest, " +
       mask + sequences + "float scale, float softcap, " + dropout +
       ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
+  def("attention_mixed_fwd(Tensor q, Tensor k, Tensor v, Tensor? pre_mix, Tensor? post_mix, " + mask + sequences +
+      "float scale, float softcap, " + dropout +
+      ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
+  def("attention_mixed_bwd(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor lse, "
+      "Tensor lse_rest, Tensor? pre_mix, Tensor? post_mix, " +
+      mask + sequences + "float scale, float softcap, " + dropout +
+      ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks, "
+      "Tensor dpre_mix, Tensor dpost_mix)");
   def("masked_softmax_fwd(Tensor scores, " + mask + "float scale, " + dropout + ") -> (Tensor out, Tensor lse)");
   def("masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, " + mask + "float scale, " + dropout +
       ", bool need_dbias) -> (Tensor dscores, Tensor dbias)");

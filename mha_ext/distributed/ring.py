@@ -64,7 +64,7 @@ def ring_attention(
     form, problem, lengths = None, None, (0, 0)
     try:
         check_layout(layout)
-        q, k, v, _, _, scale, _ = attention_arguments(
+        q, k, v, _, _, scale, *_ = attention_arguments(
             q, k, v, None, None, scale, 0.0, softcap, None, None, None, deterministic
         )
         if _checks.is_dtensor(q):
