@@ -394,6 +394,35 @@ def test_explain_names_the_kernel_and_the_reason():
     assert "attention_mixed_fwd" in str(plan)
 
 
+def test_module_begins_as_attention_and_learns_its_mixes():
+    torch.manual_seed(3)
+    plain = mha_ext.nn.SelfAttention(32, 4, num_kv_heads=2, causal=True)
+    mixing = mha_ext.nn.SelfAttention(32, 4, num_kv_heads=2, causal=True, talking_heads=True, head_communication=True)
+    assert set(mixing.state_dict()) - set(plain.state_dict()) == {"pre_mix", "post_mix", "head_mix"}
+    mixing.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(mixing(x), plain(x))
+    with torch.no_grad():
+        for matrix in (mixing.pre_mix, mixing.post_mix, mixing.head_mix):
+            matrix += 0.2 * torch.randn(4, 4)
+    q, k, v = mixing._project(x)
+    out = mha_ext.attention(q, k, v, mask=masks.Causal(), pre_mix=mixing.pre_mix, post_mix=mixing.post_mix)
+    expected = mixing.out_proj(torch.einsum("bhsd,hg->bsgd", out, mixing.head_mix).flatten(2))
+    torch.testing.assert_close(mixing(x), expected)
+    mixing(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in mixing.parameters())
+    with torch.no_grad(), pytest.raises(ValueError, match="talking_heads"):
+        mixing.eval()(x, cache=mixing.make_cache(2, 20))
+
+
+def test_head_communication_with_a_cache():
+    module = mha_ext.nn.SelfAttention(32, 4, causal=True, head_communication=True).eval()
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        module.head_mix += 0.2 * torch.randn(4, 4)
+        torch.testing.assert_close(module(x, cache=module.make_cache(2, 20)), module(x))
+
+
 def test_half_matrices_are_those_of_float32():
     c = dataclasses.replace(cases.CORE[1], mask="causal")
     x = cases.build(c)

@@ -74,6 +74,13 @@ def eager(q, k, v, *, causal=False, hidden=None, bias=None, dropout_p=0.0):
     return weights @ v
 
 
+def talking_heads(q, k, v, pre_mix, post_mix):
+    """The textbook of talking heads, in the einsums of its paper."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
+    weights = torch.einsum("bhij,hg->bgij", scores, pre_mix).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhij,hg->bgij", weights, post_mix), v)
+
+
 def loop(q, k, v, *, causal=False):
     """One head after the other."""
     groups = q.shape[1] // k.shape[1]

@@ -8,12 +8,13 @@ import torch
 
 import mha_ext
 
-from .contenders import Shape, eager, flex, ours, sdpa, training
+from .contenders import Shape, eager, flex, ours, sdpa, talking_heads, training
 from .measure import Case, relative_error
 from .rows import BF16, FP16, FP32, NAMES, Row, compare, direction, dtype_key
 
 SHAPE = Shape(8, 12, 512, 64)
 LARGE_SHAPE = Shape(1, 4, 512, 64)
+TALKING_SHAPE = Shape(4, 12, 1024, 64)
 LENGTHS = (512, 400, 300, 256, 200, 150, 100, 60)
 
 
@@ -147,6 +148,21 @@ def window_case(dtype: torch.dtype, backward: bool) -> Case:
     )
 
 
+def talking_heads_case(dtype: torch.dtype, backward: bool) -> Case:
+    shape = TALKING_SHAPE
+    inputs = shape.inputs(dtype, requires_grad=backward)
+    H = shape.heads
+    inputs += [(torch.eye(H) + 0.1 * torch.randn(H, H)).to(dtype).requires_grad_(backward) for _ in range(2)]
+    q, k, v, pre_mix, post_mix = inputs
+    calls = {
+        "eager einsum": lambda: talking_heads(*inputs),
+        "mha_ext": lambda: ours(q, k, v, pre_mix=pre_mix, post_mix=post_mix),
+    }
+    mixes = (8 if backward else 2) * 2 * shape.batch * H * H * shape.queries * shape.Sk
+    flops = shape.flops(backward) + mixes
+    return compare(calls, inputs, backward=backward, baseline="eager einsum", expected=talking_heads, flops=flops)
+
+
 def module_case(dtype: torch.dtype, backward: bool) -> Case:
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(768, 12, batch_first=True, dtype=dtype).train(backward)
@@ -189,6 +205,9 @@ def feature_rows(full: bool) -> list[Row]:
             ]
         name = f"learned bias [1,12,512,512] {SHAPE} {NAMES[dtype]} fwd+bwd"
         rows.append(Row("features", name, partial(bias_case, dtype)))
+        for backward in (False, True) if full else (False,):
+            name = f"talking heads {TALKING_SHAPE} {NAMES[dtype]} {direction(backward)}"
+            rows.append(Row("features", name, partial(talking_heads_case, dtype, backward)))
     for dtype in (FP32, BF16):
         for backward in (False, True) if full or dtype == BF16 else (False,):
             name = f"MultiheadAttention(768, 12) B8 S512 {NAMES[dtype]} {direction(backward)}"

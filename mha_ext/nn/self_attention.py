@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks as m
-from ..functional import attention
+from ..functional import attention, merge_heads
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
@@ -36,6 +36,8 @@ class _Attention(nn.Module):
         self.window = (window, window) if isinstance(window, int) else window
         self._mask = self._own_mask()
         self.out_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias, **factory)
+        for name in ("pre_mix", "post_mix", "head_mix"):
+            self.register_parameter(name, None)
         self.q_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
 
@@ -52,7 +54,13 @@ class _Attention(nn.Module):
         if self._mask is not None:
             mask = self._mask if mask is None else mask & self._mask
         dropout = self.dropout if self.training else 0.0
-        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, softcap=self.softcap)
+        mixes = {"pre_mix": self.pre_mix, "post_mix": self.post_mix}
+        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, softcap=self.softcap, **mixes)
+        return self._project_out(out)
+
+    def _project_out(self, out: Tensor) -> Tensor:
+        if self.head_mix is not None:
+            return self.out_proj(merge_heads(out, self.head_mix))
         return self.out_proj(out.transpose(1, 2).flatten(2))  # a view: out lies in memory as [B,Sq,H,D]
 
     def extra_repr(self) -> str:
@@ -83,10 +91,14 @@ class SelfAttention(_Attention):
         softcap: c > 0 limits scores to c * tanh(score / c) (Gemma Team, "Gemma 2", 2024).
         packed: one projection for queries, keys and values; False: three, as tensor parallelism needs (unpack()
             changes over). A state dict of either kind loads into both.
+        talking_heads: learn to mix the heads' scores before the softmax and their weights after it (Shazeer et al.,
+            "Talking-heads attention", 2020).
+        head_communication: learn to mix the heads' outputs before the output projection.
         device, dtype: of the parameters.
 
     Parameters: qkv_proj ((H + 2 Hk) * head_dim rows: all queries, then keys, then values), or with packed=False q_proj,
-    k_proj and v_proj; out_proj; q_norm and k_norm.
+    k_proj and v_proj; out_proj; q_norm and k_norm; pre_mix and post_mix of talking_heads and head_mix of
+    head_communication, [H,H] each, at first the identity.
     """
 
     def __init__(
@@ -105,6 +117,8 @@ class SelfAttention(_Attention):
         dropout: float = 0.0,
         softcap: float = 0.0,
         packed: bool = True,
+        talking_heads: bool = False,
+        head_communication: bool = False,
         device=None,
         dtype=None,
     ):
@@ -114,7 +128,12 @@ class SelfAttention(_Attention):
         )
         self.qkv_proj = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
         self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
-        self.head_shards = 1  # processes that have an equal share of the heads each, see mha_ext.distributed.HeadParallel
+        self.head_shards = (
+            1  # processes that have an equal share of the heads each, see mha_ext.distributed.HeadParallel
+        )
+        mixes = (("pre_mix", "post_mix") if talking_heads else ()) + (("head_mix",) if head_communication else ())
+        for name in mixes:
+            setattr(self, name, nn.Parameter(torch.eye(num_heads, **factory)))
         self.register_load_state_dict_pre_hook(_load_either_packing)
         if not packed:
             self.unpack()
@@ -191,12 +210,16 @@ class SelfAttention(_Attention):
                 f"a cache was given with causal={self.causal}, dropout={self.dropout}, training={self.training}; "
                 "accepted: causal attention without dropout: call eval()."
             )
+        if self.pre_mix is not None:
+            raise ValueError(
+                "a cache was given to a module with talking_heads=True; accepted: one without: leave it out."
+            )
         left = None if self.window is None else self.window[0]
         if left is None and cache.window is not None:
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
         mask = m.Dense(mask) if isinstance(mask, Tensor) else mask
         out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        return self._project_out(out)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads [B,H,S,D], [B,Hk,S,D] twice; with projections sharded by heads, those of this process."""
