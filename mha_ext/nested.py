@@ -33,6 +33,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ragged_dim: int, *, return_lse: b
     return (as_nested(out), as_nested(lse)) if return_lse else as_nested(out)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, x: Tensor, context: Tensor, **options) -> Tensor:
+    """For modules: heads [1,H,T,D] of the values of nested x (queries) and context (keys, values) to [1,H,T,Dv]. Modules
+    project values, not nested tensors, of which torch differentiates few operations."""
+    from .varlen import attention_packed
+
+    q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
+    (q_starts, q_longest), (k_starts, k_longest) = (
+        (t.offsets(), getattr(t, "_maybe_max_seqlen", None)) for t in (x, context)
+    )
+    return attention_packed(q, k, v, q_starts, k_starts, q_longest, k_longest, **options).transpose(0, 1)[None]
+
+
+def values_of(x: Tensor, name: str) -> Tensor:
+    """[1,T,features] of a nested x [N,j,features]"""
+    if x.layout != torch.jagged or x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
+        raise ValueError(
+            f"{name} is a nested tensor of layout {x.layout} and {x.dim()} dimensions; accepted: layout torch.jagged, "
+            "[N,j,features], its sequences one after the other: make it with torch.nested.nested_tensor or contiguous()."
+        )
+    return x.values()[None]
+
+
+def like(values: Tensor, x: Tensor) -> Tensor:
+    """values [1,T,features] as a nested tensor with the lengths of x"""
+    return torch.nested.nested_tensor_from_jagged(values[0], x.offsets(), max_seqlen=getattr(x, "_maybe_max_seqlen", None))
+
+
 def _packed(x: Tensor, name: str, ragged_dim: int) -> tuple[Tensor, Tensor, int | None]:
     """(values [T,H,D], starts [N+1], a bound of the lengths if it is known)"""
     accepted = "[N,j,H,D]" if ragged_dim == 1 else "[N,H,j,D]"

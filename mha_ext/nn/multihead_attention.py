@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import masks
+from .. import masks, nested
 from .._checks import text
 from ..functional import attention
 
@@ -185,13 +185,25 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 raise ValueError(f"{name} has shape {text(mask.shape)}; accepted: {' or '.join(map(text, accepted))}.")
 
     def _forward_nested(self, query, key, value, key_padding_mask, need_weights, attn_mask):
-        """torch.nn.TransformerEncoder turns padded batches into nested tensors in evaluation; this takes them back."""
-        if not (query is key and key is value and self.batch_first) or need_weights:
+        """Jagged tensors are computed as packed sequences. Of the other layout are those that torch.nn.TransformerEncoder
+        makes of padded batches in evaluation; this takes them back."""
+        jagged = all(x.is_nested and x.layout == torch.jagged for x in (query, key, value))
+        if not self.batch_first or need_weights or not (jagged or (query is key and key is value)):
             raise ValueError(
-                "nested tensors were given; accepted: self-attention with batch_first and no weights: pad."
+                "nested tensors were given; accepted: with batch_first=True and need_weights=False, query, key and value "
+                "all of layout torch.jagged (or, for self-attention, all one tensor): pad."
             )
         if key_padding_mask is not None or attn_mask is not None:
             raise ValueError("nested tensors and masks were given; accepted: one of them: pad the tensors.")
+        if jagged:
+            if self.bias_k is not None or self.add_zero_attn:
+                raise ValueError("nested tensors were given; accepted: a module without add_bias_kv and add_zero_attn: pad.")
+            same = query is key and key is value
+            x = nested.values_of(query, "query")
+            kv = (x, x) if same else tuple(nested.values_of(t, n) for t, n in ((key, "key"), (value, "value")))
+            q, k, v = self._project(x, *kv, 0)
+            out = nested.attend(q, k, v, query, key, dropout_p=self.dropout if self.training else 0.0)
+            return nested.like(self.out_proj(out.transpose(1, 2).flatten(2)), query), None
         lengths = [x.shape[0] for x in query.unbind()]
         x = query.to_padded_tensor(0.0)
         padding = torch.arange(x.shape[1], device=x.device) >= torch.tensor(lengths, device=x.device)[:, None]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks as m
+from .. import nested
 from ..functional import attention, merge_heads
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
@@ -47,16 +48,21 @@ class _Attention(nn.Module):
         left, right = self.window
         return m.Window(left, 0 if self.causal else right)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask, bias) -> Tensor:
-        """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask, bias, given: tuple[Tensor, Tensor]) -> Tensor:
+        """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]. given: the module's inputs (that
+        of the queries, that of the keys); where they are nested, the heads are those of their values."""
         if isinstance(mask, Tensor):
             mask = m.Dense(mask)
         if self._mask is not None:
             mask = self._mask if mask is None else mask & self._mask
         dropout = self.dropout if self.training else 0.0
-        mixes = {"pre_mix": self.pre_mix, "post_mix": self.post_mix}
-        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, softcap=self.softcap, **mixes)
-        return self._project_out(out)
+        options = {
+            "mask": mask, "bias": bias, "dropout_p": dropout, "softcap": self.softcap, "pre_mix": self.pre_mix,
+            "post_mix": self.post_mix,
+        }  # fmt: skip
+        if given[0].is_nested:
+            return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
+        return self._project_out(attention(q, k, v, **options))
 
     def _project_out(self, out: Tensor) -> Tensor:
         if self.head_mix is not None:
@@ -165,7 +171,7 @@ class SelfAttention(_Attention):
         cache: KVCache | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """x [B,S,d_model] -> [B,S,d_model].
+        """x [B,S,d_model] -> [B,S,d_model]; or nested (layout torch.jagged), without rope and cache.
 
         Args:
             mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window. With a cache,
@@ -178,7 +184,12 @@ class SelfAttention(_Attention):
             ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
         """
         _check_input(x, "x", self.d_model)
-        q, k, v = self._project(x)
+        if x.is_nested and (self.rope is not None or cache is not None or counts is not None):
+            raise ValueError(
+                f"x is nested and {'the module has rope' if self.rope is not None else 'a cache or counts was given'}; "
+                "accepted: neither: pad x, or take its sequences one by one."
+            )
+        q, k, v = self._project(nested.values_of(x, "x") if x.is_nested else x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -188,7 +199,7 @@ class SelfAttention(_Attention):
             return self._attend_cached(q, k, v, mask, bias, cache, counts)
         if counts is not None:
             raise ValueError("counts was given without a cache; use mask=masks.Padding(counts).")
-        return self._attend(q, k, v, mask, bias)
+        return self._attend(q, k, v, mask, bias, (x, x))
 
     def make_cache(self, batch: int, capacity: int, **options) -> KVCache:
         """A KVCache for this module and sequences of up to capacity positions; options as KVCache's.
@@ -296,11 +307,16 @@ class CrossAttention(_Attention):
         """x [B,Sq,d_model], context [B,Sk,context_dim] -> [B,Sq,d_model]. mask, bias: as in mha_ext.attention."""
         _check_input(x, "x", self.d_model)
         _check_input(context, "context", self.context_dim)
+        given = x, context
+        if x.is_nested != context.is_nested:
+            raise ValueError("one of x and context is nested; accepted: both or neither: pad.")
+        if x.is_nested:
+            x, context = (nested.values_of(t, name) for t, name in zip(given, ("x", "context")))
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self._attend(q, k, v, mask, bias)
+        return self._attend(q, k, v, mask, bias, given)
 
 
 def _check_input(x: Tensor, name: str, size: int) -> None:
