@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # the hooks that need no change
+from setuptools.build_meta import *  # noqa: F403  (the hooks that need no change)
 
 FLOOR = "torch>=2.11"
 

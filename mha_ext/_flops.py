@@ -4,6 +4,8 @@ over all pairs of a query and a key, whatever a mask hides (mha_ext.explain coun
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -20,40 +22,28 @@ def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | Non
     return q.shape[1] * int((q_starts.diff() * k_starts.diff()).sum())
 
 
-@register_flop_formula(torch.ops.mha_ext.attention_fwd, get_raw=True)
-def attention_fwd_flops(q, k, v, *args, out_val=None, **kwargs) -> int:
-    """q k^T and the weighted sum of v."""
-    return 2 * _pairs(q, k, *args[11:15]) * (q.shape[3] + v.shape[3])
+def _attention_flops(names: list[str], backward: bool, *args, out_val=None) -> int:
+    """Forward: q k^T and the weighted sum of v; backward: q k^T again, dq and dk, dout v^T and dv.
+
+    Mixing heads is a product over H for each pair; backward repeats it and has two products more.
+    """
+    given = dict(zip(names, args))
+    q, v = given["q"], given["v"]
+    pairs = _pairs(q, given["k"], given["q_starts"], given["k_starts"], given["max_q"], given["max_k"])
+    mixes = sum(given.get(name) is not None for name in ("pre_mix", "post_mix")) * q.shape[1]
+    if backward:
+        return 2 * pairs * (3 * q.shape[3] + 2 * v.shape[3] + 3 * mixes)
+    return 2 * pairs * (q.shape[3] + v.shape[3] + mixes)
 
 
-@register_flop_formula(torch.ops.mha_ext.attention_bwd, get_raw=True)
-def attention_bwd_flops(dout, dlse, dweights, q, k, v, *args, out_val=None, **kwargs) -> int:
-    """q k^T again, dq and dk; dout v^T and dv."""
-    return 2 * _pairs(q, k, *args[14:18]) * (3 * q.shape[3] + 2 * v.shape[3])
-
-
-def _mix_flops(q: Tensor, pre_mix: Tensor | None, post_mix: Tensor | None) -> int:
-    """Of one query and key in one head."""
-    return 2 * q.shape[1] * ((pre_mix is not None) + (post_mix is not None))
-
-
-@register_flop_formula(torch.ops.mha_ext.attention_mixed_fwd, get_raw=True)
-def attention_mixed_fwd_flops(q, k, v, pre_mix, post_mix, *args, out_val=None, **kwargs) -> int:
-    """What attention_fwd does, and the mixes."""
-    return _pairs(q, k, *args[11:15]) * (2 * (q.shape[3] + v.shape[3]) + _mix_flops(q, pre_mix, post_mix))
-
-
-@register_flop_formula(torch.ops.mha_ext.attention_mixed_bwd, get_raw=True)
-def attention_mixed_bwd_flops(
-    dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, *args, out_val=None, **kwargs
-) -> int:
-    """What attention_bwd does, and for each mix the mix itself, its transpose and its gradient."""
-    mixes = 3 * _mix_flops(q, pre_mix, post_mix)
-    return _pairs(q, k, *args[11:15]) * (2 * (3 * q.shape[3] + 2 * v.shape[3]) + mixes)
+for _name in ("attention_fwd", "attention_bwd", "attention_mixed_fwd", "attention_mixed_bwd"):
+    _op = getattr(torch.ops.mha_ext, _name)
+    _names = [argument.name for argument in _op.default._schema.arguments]
+    register_flop_formula(_op, get_raw=True)(functools.partial(_attention_flops, _names, _name.endswith("_bwd")))
 
 
 @register_flop_formula(torch.ops.mha_ext.merge_heads)
-def merge_heads_flops(x_shape, mix_shape=None, *args, out_shape=None, **kwargs) -> int:
+def _merge_heads_flops(x_shape, mix_shape=None, *args, out_shape=None, **kwargs) -> int:
     """The mix of the heads, if any."""
     B, H, S, D = x_shape
     return 2 * B * S * H * H * D if mix_shape is not None else 0

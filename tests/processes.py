@@ -55,7 +55,7 @@ class Processes:
         return results
 
     def stop(self) -> None:
-        for process, pipe in self.workers:
+        for _, pipe in self.workers:
             pipe.close()  # a process that waits for work ends then
         for process, _ in self.workers:
             process.join(1)

@@ -50,6 +50,15 @@ def test_counts_what_torch_counts_for_attention():
     assert counted(textbook, *qkv(Dv=D, Hk=H), backward=False) == forward
 
 
+def test_talking_heads_count_their_mixes():
+    """A mix is a product over the heads for each pair; backward repeats it and has its two gradients."""
+    pairs = B * H * Sq * Sk
+    mix = torch.eye(H, requires_grad=True)
+    for given in ({"pre_mix": mix}, {"pre_mix": mix, "post_mix": mix}):
+        expected = 2 * pairs * (D + D + 3 * D + 2 * D) + 4 * len(given) * 2 * pairs * H
+        assert counted(lambda q, k, v, given=given: mha_ext.attention(q, k, v, **given), *qkv(Dv=D, Hk=H)) == expected
+
+
 def test_packed_sequences_count_each_sequence():
     starts_q, starts_k = torch.tensor([0, 3, 10, 24]), torch.tensor([0, 8, 8, 30])
     q, k, v = (x[0].transpose(0, 1) for x in qkv())

@@ -371,7 +371,7 @@ SIZES = {"B": 2, "H": 4, "Hk": 2, "Sq": 5, "Sk": 7, "D": 8, "Dv": 6}
 @pytest.mark.parametrize("zero", ["B", "Sq", "Sk", "D", "Dv", "H,Hk", "Sq,Sk", "B,Sk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_zero_sizes(zero, dtype, device):
-    n = {**SIZES, **{name: 0 for name in zero.split(",")}}
+    n = {**SIZES, **dict.fromkeys(zero.split(","), 0)}
     q = torch.randn(n["B"], n["H"], n["Sq"], n["D"], device=device).to(dtype).requires_grad_()
     k = torch.randn(n["B"], n["Hk"], n["Sk"], n["D"], device=device).to(dtype).requires_grad_()
     v = torch.randn(n["B"], n["Hk"], n["Sk"], n["Dv"], device=device).to(dtype).requires_grad_()
