@@ -42,7 +42,7 @@ def parts_of(lengths, layout, n):
     return [torch.cat((runs[r], runs[2 * n - 1 - r])) for r in range(n)]
 
 
-def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0):
+def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0, with_sinks=False):
     from mha_ext.distributed import ring_attention
 
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -57,23 +57,27 @@ def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0):
     local = [
         cases.surrounded(x[:, :, at[rank]], order).requires_grad_() for x, at, order in zip((q, k, v), (at_q, at_k, at_k), orders)
     ]
-    out, lse = ring_attention(*local, mask=mask, layout=layout, softcap=softcap, return_lse=True)
+    sinks = cases.randn(gen, H, dtype=dlse.dtype).requires_grad_() if with_sinks else None
+    out, lse = ring_attention(*local, mask=mask, layout=layout, softcap=softcap, sinks=sinks, return_lse=True)
     assert out.dtype == dtype and lse.dtype == dlse.dtype
     if out.numel():
         assert out.transpose(1, 2).is_contiguous()  # as q lies in memory
     mine = at_q[rank]
-    gradients = torch.autograd.grad((out, lse), local, (dout[:, :, mine], dlse[:, :, mine].masked_fill(lse.isinf(), 0)))
+    leaves = local + ([sinks] if with_sinks else [])
+    gradients = torch.autograd.grad((out, lse), leaves, (dout[:, :, mine], dlse[:, :, mine].masked_fill(lse.isinf(), 0)))
     everyone = [None] * n
     dist.all_gather_object(everyone, [x.detach() for x in (out, lse, *gradients)])
     if rank > 0:
         return
     found = {}
+    if with_sinks:
+        found["sinks"] = torch.stack([x[-1] for x in everyone]).sum(0)
     for name, parts, at in zip(("out", "lse", "q", "k", "v"), zip(*everyone), (at_q, at_q, at_q, at_k, at_k)):
         whole = torch.full((*parts[0].shape[:2], sum(map(len, at)), *parts[0].shape[3:]), torch.nan, dtype=parts[0].dtype)
         for part, positions in zip(parts, at):
             whole[:, :, positions] = part
         found[name] = whole
-    truth = oracle.truths(q, k, v, dout=dout, dlse=dlse, seen=seen, softcap=softcap)
+    truth = oracle.truths(q, k, v, dout=dout, dlse=dlse, seen=seen, softcap=softcap, sinks=sinks)
     oracle.check(found, truth)
 
 
@@ -97,6 +101,13 @@ def test_every_mask(processes, n, kind):
         dtype = cases.DTYPES[(index + KINDS.index(kind)) % len(cases.DTYPES)]
         if "documents" not in kind or lengths_q == lengths_k:
             processes[n].run(ring, lengths_q, lengths_k, layout, kind, dtype, 4.0 * (index == 1))
+
+
+@pytest.mark.parametrize("kind", ["causal & padding", "none"])
+def test_sinks(processes, kind):
+    """Also where every key of a row is hidden: then the sink has all the weight."""
+    for dtype in cases.DTYPES:
+        processes[4].run(ring, 133, 133, "zigzag", kind, dtype, 0.0, True)
 
 
 def tensors(length=6, **options):

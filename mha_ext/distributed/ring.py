@@ -27,6 +27,7 @@ def ring_attention(
     mask: masks.Mask | Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     layout: str = "contiguous",
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -46,7 +47,8 @@ def ring_attention(
         group: the processes; default all.
         mask: as in attention, of the whole sequence, with the same values on every process; Sq and Sk are the sums of the
             processes' lengths. Block-sparse masks are refused.
-        scale, softcap, deterministic, return_lse: as in attention.
+        scale, softcap, sinks, deterministic, return_lse: as in attention. The gradient of the sinks is that of this
+            process's queries: sum it over the processes, like those of all parameters.
         layout: which positions a process has: "contiguous", a run each in the order of the ranks, or "zigzag" (see
             sequence_positions), which gives everybody the same work under a causal mask.
         timeout: how long to wait for the other processes, where the backend lets one call say so (gloo does); default
@@ -64,15 +66,16 @@ def ring_attention(
     form, problem, lengths = None, None, (0, 0)
     try:
         check_layout(layout)
-        q, k, v, _, _, scale, *_ = attention_arguments(
-            q, k, v, None, None, scale, 0.0, softcap, None, None, None, deterministic
+        q, k, v, _, _, scale, sinks, *_ = attention_arguments(
+            q, k, v, None, None, scale, 0.0, softcap, sinks, None, None, deterministic
         )
         if _checks.is_dtensor(q):
             raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
         lengths = q.shape[2], k.shape[2]
-        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         mask = masks.Dense(mask) if isinstance(mask, Tensor) else mask
-        values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients
+        values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, len(inputs) - 3
         form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(mask))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
@@ -82,7 +85,7 @@ def ring_attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     plan = _plan(ring, q, k, mask, lengths, layout, (scale, softcap, deterministic))
-    out, lse = _RingAttention.apply(q, k, v, plan)
+    out, lse = _RingAttention.apply(q, k, v, sinks, plan)
     return (out, lse) if return_lse else out
 
 
@@ -179,9 +182,9 @@ def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan):
-        out, lse, rest = _forward(plan, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse, rest)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan):
+        out, lse, rest = _forward(plan, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, rest)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -190,13 +193,14 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         if torch.is_grad_enabled():
             raise RuntimeError("ring_attention is differentiable once; call backward without create_graph=True.")
-        q, k, v, out, lse, rest = ctx.saved_tensors
+        q, k, v, sinks, out, lse, rest = ctx.saved_tensors
         # Even where no gradient came: the other processes wait for this one.
         dout = torch.zeros_like(out) if dout is None else dout
-        return *_backward(ctx.plan, dout, dlse, q, k, v, out, lse, rest), None
+        dsinks = _sinks_backward(sinks, dout, dlse, out, lse, rest) if ctx.needs_input_grad[3] else None
+        return *_backward(ctx.plan, dout, dlse, q, k, v, out, lse, rest), dsinks, None
 
 
-def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, what rounding took from lse)."""
     accumulate = _checks.accumulate_dtype(q.dtype)
     out = _zeros_in_order_of(q, v.shape[3], accumulate)
@@ -218,6 +222,10 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
             begun.add(rows)
             for total, merged in zip(sums, part):
                 total.copy_(merged)
+    if sinks is not None:  # one more part: a key that every row sees, without a value
+        sinks = sinks[:, None].expand_as(lse)
+        weights, _, lse, rest = weights_of_parts((lse, sinks), (rest, torch.zeros_like(rest)))
+        out *= weights[0].unsqueeze(-1)
     return out.to(q.dtype), lse, rest
 
 
@@ -249,6 +257,14 @@ def _backward(plan: _Plan, dout, dlse, q, k, v, out, lse, rest) -> tuple[Tensor,
             packed = ring.finish(ring.start(packed, source, room, (ring.rank + step) % ring.size))
     dk, dv = plan.split(packed, ring.rank, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _sinks_backward(sinks: Tensor, dout, dlse, out, lse, rest) -> Tensor:
+    weight = torch.exp((sinks[:, None] - lse) - rest)
+    through = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).neg()
+    if dlse is not None:
+        through += dlse
+    return (weight * through).sum((0, 2))
 
 
 def _zeros_in_order_of(q: Tensor, last: int, dtype: torch.dtype) -> Tensor:
