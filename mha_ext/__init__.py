@@ -15,6 +15,7 @@ from .functional import (
     split_heads,
 )
 from .merge import merge_partials
+from .packed import attention_qkvpacked
 from .swap import SwapReport, swap_attention
 from .varlen import attention_varlen
 
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "SwapReport",
     "attention",
+    "attention_qkvpacked",
     "attention_varlen",
     "biases",
     "dropout_mask",

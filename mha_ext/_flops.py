@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _ops  # noqa: F401  (loads the ops)
+from . import _ops
 
 
 def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int) -> int:
@@ -28,6 +28,8 @@ def _attention_flops(names: list[str], backward: bool, *args, out_val=None) -> i
     Mixing heads is a product over H for each pair; backward repeats it and has two products more.
     """
     given = dict(zip(names, args))
+    if "qkv" in given:
+        given.update(zip("qkv", _ops.packed_slices(given["qkv"], given["num_heads"])))
     q, v = given["q"], given["v"]
     pairs = _pairs(q, given["k"], given["q_starts"], given["k_starts"], given["max_q"], given["max_k"])
     mixes = sum(given.get(name) is not None for name in ("pre_mix", "post_mix")) * q.shape[1]
@@ -36,7 +38,7 @@ def _attention_flops(names: list[str], backward: bool, *args, out_val=None) -> i
     return 2 * pairs * (q.shape[3] + v.shape[3] + mixes)
 
 
-for _name in ("attention_fwd", "attention_bwd", "attention_mixed_fwd", "attention_mixed_bwd"):
+for _name in (f"attention_{kind}{way}" for kind in ("", "mixed_", "packed_") for way in ("fwd", "bwd")):
     _op = getattr(torch.ops.mha_ext, _name)
     _names = [argument.name for argument in _op.default._schema.arguments]
     register_flop_formula(_op, get_raw=True)(functools.partial(_attention_flops, _names, _name.endswith("_bwd")))

@@ -35,6 +35,12 @@ _lib = torch.library.Library("mha_ext", "FRAGMENT")
 _lib.define(
     "draw_rng_state(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
 )
+# attention_fwd of q, k, v that are slices of one tensor [B,S,H+2*Hk,D]
+_modifiers = str(torch.ops.mha_ext.attention_fwd.default._schema).split("Tensor v, ")[1].split(", bool return_weights")[0]
+_lib.define(
+    f"attention_packed_fwd(Tensor qkv, int num_heads, {_modifiers}, bool deterministic) -> (Tensor out, Tensor lse, "
+    "Tensor lse_rest)"
+)
 
 dropout_mask = torch.ops.mha_ext.dropout_mask.default
 draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
@@ -80,6 +86,31 @@ def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end,
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
     dsinks = q.new_empty([q.shape[1] if sinks is not None else 0], dtype=accumulate_dtype(q.dtype))
     return *gradients, _dbias_of(bias, need_dbias, q), dsinks
+
+
+def packed_slices(qkv: Tensor, num_heads: int) -> list[Tensor]:
+    """q [B,H,S,D], k and v [B,Hk,S,D] of qkv [B,S,H+2*Hk,D], as views."""
+    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+    return [x.transpose(1, 2) for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 2)]
+
+
+@torch.library.impl(_lib, "attention_packed_fwd", "CompositeExplicitAutograd")
+def _(qkv, num_heads, *modifiers):
+    op = torch.ops.mha_ext.attention_fwd.default
+    return op(*packed_slices(qkv, num_heads), *modifiers[:-1], False, modifiers[-1])[:3]
+
+
+@torch.library.register_fake("mha_ext::attention_packed_fwd", lib=_lib)
+def _(qkv, num_heads, *modifiers):
+    q = packed_slices(qkv, num_heads)[0]
+    return _in_order_of(q, q.shape[3]), _lse_of(q), _lse_of(q)
+
+
+@torch.library.register_fake("mha_ext::attention_packed_bwd", lib=_lib)
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, *args):
+    dsinks = lse.new_empty([q.shape[1] if args[14] is not None else 0])
+    dqkv = q.new_empty([q.shape[0], q.shape[2], q.shape[1] + 2 * k.shape[1], q.shape[3]])
+    return dqkv, _dbias_of(bias, args[-2], q), dsinks
 
 
 @torch.library.register_fake("mha_ext::attention_mixed_fwd", lib=_lib)

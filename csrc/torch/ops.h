@@ -81,26 +81,37 @@ inline void fill_backward(AttentionBackward& p, AttentionInputs& in, const Tenso
   p.dweights = view4(*dweights);
 }
 
-// The outputs of attention backward, and their places in the problem; all but dq, dk, dv start out zeroed.
-struct Gradients {
-  Tensor dq, dk, dv, dbias, dsinks;
+// The gradients of bias and sinks, and their places in the problem; they start out zeroed.
+struct SummedGradients {
+  Tensor dbias, dsinks;
 
-  Gradients(AttentionBackward& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-            bool need_dbias)
-      : dq(empty_in_order_of(q, p.D)), dk(empty_in_order_of(k, p.D)), dv(empty_in_order_of(v, p.Dv)) {
+  SummedGradients(AttentionBackward& p, const Tensor& q, const OptionalTensor& bias, bool need_dbias) {
     ScalarType accumulate = scalar_type_of(accumulate_type(p.dtype));
-    p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
     MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
     dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
                        : empty({0}, accumulate, q);
     dsinks = empty({p.sinks ? p.H : 0}, accumulate, q);
     if (p.sinks) p.dsinks = torch::stable::zero_(dsinks).data_ptr();
-    if (p.q_starts)
-      for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
   }
 
   Tensor dbias_like(const OptionalTensor& bias, bool need_dbias) const {
     return need_dbias ? as_dtype_of(dbias, *bias) : dbias;
+  }
+};
+
+// All outputs of attention backward.
+struct Gradients : SummedGradients {
+  Tensor dq, dk, dv;
+
+  Gradients(AttentionBackward& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+            bool need_dbias)
+      : SummedGradients(p, q, bias, need_dbias),
+        dq(empty_in_order_of(q, p.D)),
+        dk(empty_in_order_of(k, p.D)),
+        dv(empty_in_order_of(v, p.Dv)) {
+    p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
+    if (p.q_starts)
+      for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
   }
 };
 
@@ -117,6 +128,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
   Gradients to(p, q, k, v, bias, need_dbias);
   Backend::attention_bwd(p, q);
   return {to.dq, to.dk, to.dv, to.dbias_like(bias, need_dbias), to.dsinks};
+}
+
+// The same for q, k, v of one length and head size; the gradients lie side by side in one tensor [B,S,H+2*Hk,D].
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> attention_packed_bwd(Tensor dout, OptionalTensor dlse, OptionalTensor dweights,
+                                                        Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                                        Tensor lse_rest, MHA_MASK_PARAMETERS, MHA_SEQUENCE_PARAMETERS,
+                                                        double scale, double softcap, double dropout_p,
+                                                        OptionalTensor rng_state, bool need_dbias, bool deterministic) {
+  AttentionBackward p;
+  AttentionInputs in = attention_inputs(q, k, v);
+  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
+  MHA_CHECK(!q_starts && p.Sq == p.Sk && p.D == p.Dv, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k), ", ",
+            shape_text(v), "; the op accepts one length and head size, and no packed sequences.");
+  fill_backward(p, in, dout, dlse, dweights, lse, lse_rest, deterministic);
+  p.out = output_view(out, "out", p, in);
+  SummedGradients sums(p, q, bias, need_dbias);
+  const int64_t heads = p.H + 2 * p.Hk;
+  Tensor dqkv = empty({p.B, p.Sq, heads, p.D}, q.scalar_type(), q);
+  const size_t head_bytes = size_t(p.D) * size_of_element(q.scalar_type());
+  auto slice = [&](int64_t first) {
+    return Tensor4{static_cast<char*>(dqkv.data_ptr()) + size_t(first) * head_bytes,
+                   {p.Sq * heads * p.D, p.D, heads * p.D, 1}};
+  };
+  p.dq = slice(0), p.dk = slice(p.H), p.dv = slice(p.H + p.Hk);
+  Backend::attention_bwd(p, q);
+  return {dqkv, sums.dbias_like(bias, need_dbias), sums.dsinks};
 }
 
 template <class Backend>
@@ -218,13 +256,14 @@ Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64
 }
 
 // Registers all ops for Backend; use inside STABLE_TORCH_LIBRARY_IMPL.
-#define MHA_REGISTER_OPS(m, Backend)                                                       \
-  m.impl("attention_fwd", TORCH_BOX(&mha::torch_layer::attention_fwd<Backend>));           \
-  m.impl("attention_bwd", TORCH_BOX(&mha::torch_layer::attention_bwd<Backend>));           \
-  m.impl("masked_softmax_fwd", TORCH_BOX(&mha::torch_layer::masked_softmax_fwd<Backend>)); \
-  m.impl("masked_softmax_bwd", TORCH_BOX(&mha::torch_layer::masked_softmax_bwd<Backend>)); \
-  m.impl("split_heads", TORCH_BOX(&mha::torch_layer::split_heads<Backend>));               \
-  m.impl("merge_heads", TORCH_BOX(&mha::torch_layer::merge_heads<Backend>));               \
+#define MHA_REGISTER_OPS(m, Backend)                                                           \
+  m.impl("attention_fwd", TORCH_BOX(&mha::torch_layer::attention_fwd<Backend>));               \
+  m.impl("attention_bwd", TORCH_BOX(&mha::torch_layer::attention_bwd<Backend>));               \
+  m.impl("attention_packed_bwd", TORCH_BOX(&mha::torch_layer::attention_packed_bwd<Backend>)); \
+  m.impl("masked_softmax_fwd", TORCH_BOX(&mha::torch_layer::masked_softmax_fwd<Backend>));     \
+  m.impl("masked_softmax_bwd", TORCH_BOX(&mha::torch_layer::masked_softmax_bwd<Backend>));     \
+  m.impl("split_heads", TORCH_BOX(&mha::torch_layer::split_heads<Backend>));                   \
+  m.impl("merge_heads", TORCH_BOX(&mha::torch_layer::merge_heads<Backend>));                   \
   m.impl("dropout_mask", TORCH_BOX(&mha::torch_layer::dropout_mask<Backend>))
 
 }  // namespace mha::torch_layer

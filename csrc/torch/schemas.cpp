@@ -12,10 +12,12 @@ STABLE_TORCH_LIBRARY(mha_ext, m) {
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
   def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + sequences + "float scale, float softcap, " + dropout +
       ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
-  def("attention_bwd(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, Tensor lse_rest, " +
-      mask + sequences + "float scale, float softcap, " + dropout +
-      ", bool need_dbias, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
+  const std::string backward =
+      "(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
+      "lse_rest, " +
+      mask + sequences + "float scale, float softcap, " + dropout + ", bool need_dbias, bool deterministic) -> ";
+  def("attention_bwd" + backward + "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)");
+  def("attention_packed_bwd" + backward + "(Tensor dqkv, Tensor dbias, Tensor dsinks)");
   def("attention_mixed_fwd(Tensor q, Tensor k, Tensor v, Tensor? pre_mix, Tensor? post_mix, " + mask + sequences +
       "float scale, float softcap, " + dropout +
       ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");

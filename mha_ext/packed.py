@@ -1,0 +1,83 @@
+"""Attention of one packed projection of queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, _packed, masks
+from .functional import _autocast, _rng_state, attention, attention_arguments
+
+
+def attention_qkvpacked(
+    qkv: Tensor,
+    num_heads: int | None = None,
+    *,
+    mask: masks.Mask | Tensor | None = None,
+    bias=None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+):
+    """Self-attention of queries, keys and values that lie side by side in one tensor, as one linear layer makes them.
+
+    They are read in place, and their gradient is written in place too: one tensor, which no concatenation makes.
+
+    Args:
+        qkv: [B,S,3,H,D], or [B,S,H + 2*Hk,D] with num_heads = H: the query heads, then those of the keys, then those of
+            the values.
+        num_heads: the number of query heads H; not needed for five dimensions.
+        mask and the others: as in attention.
+
+    Returns:
+        out [B,S,H,D] (flatten(2) merges its heads without a copy), and lse [B,H,S], weights [B,H,S,S] as attention does.
+        All are differentiable, twice. With return_weights, pre_mix, post_mix or a DTensor the gradient is concatenated.
+
+    Raises:
+        ValueError, TypeError: what does not fit, in one sentence with the fix.
+    """
+    qkv, num_heads = _as_heads(qkv, num_heads)
+    if qkv.device.type != "meta" and torch.is_autocast_enabled(qkv.device.type):
+        (qkv,) = _autocast(qkv.device.type, qkv)
+    q, k, v = _ops.packed_slices(qkv, num_heads)
+    if return_weights or pre_mix is not None or post_mix is not None or _checks.is_dtensor(qkv):
+        found = attention(
+            q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks, pre_mix=pre_mix,
+            post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_lse=return_lse,
+            return_weights=return_weights,
+        )  # fmt: skip
+        return (found[0].transpose(1, 2), *found[1:]) if isinstance(found, tuple) else found.transpose(1, 2)
+    q, k, v, bias, args, scale, sinks, _ = attention_arguments(
+        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, None, None, deterministic
+    )
+    rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse, _ = _packed.attention_packed_fwd(
+        qkv, num_heads, bias, *args, *_packed.NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, deterministic
+    )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _as_heads(qkv: Tensor, num_heads: int | None) -> tuple[Tensor, int]:
+    """(qkv [B,S,H + 2*Hk,D], H)"""
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv is a {type(qkv).__name__}; accepted: a tensor [B,S,3,H,D], or [B,S,H + 2*Hk,D].")
+    if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads in (None, qkv.shape[3]):
+        return qkv.flatten(2, 3), qkv.shape[3]
+    if qkv.dim() == 4 and isinstance(num_heads, int) and num_heads >= 0:
+        kv_heads, odd = divmod(qkv.shape[2] - num_heads, 2)
+        if not odd and (kv_heads > 0 and num_heads % kv_heads == 0 or kv_heads == num_heads == 0):
+            return qkv, num_heads
+    raise ValueError(
+        f"qkv has shape {_checks.text(qkv.shape)} and num_heads is {num_heads}; accepted: [B,S,3,H,D], or [B,S,H + 2*Hk,D] "
+        "with num_heads = H, a multiple of Hk: unflatten the last dimension of a projection."
+    )
