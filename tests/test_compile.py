@@ -251,6 +251,10 @@ def test_every_op_has_an_opcheck_here():
     checked = {
         "attention_fwd",
         "attention_bwd",
+        "attention_packed_fwd",  # test_packed.py
+        "attention_packed_bwd",
+        "attention_mixed_fwd",  # test_mixed.py
+        "attention_mixed_bwd",
         "masked_softmax_fwd",
         "masked_softmax_bwd",
         "split_heads",
