@@ -40,7 +40,7 @@ bool fits(int head) {
   check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
   const int needed =
       head <= 64 ? BackwardSm80<64, true, true>::kSharedBytes : BackwardSm80<128, true, true>::kSharedBytes;
-  return needed + 4096 <= bytes;  // beside the static part
+  return needed + 256 <= bytes;  // beside the static part
 }
 
 Plan plan(const AttentionBackward& p) {

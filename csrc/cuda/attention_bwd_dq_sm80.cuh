@@ -75,17 +75,16 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   cp_async_wait<0>();
   __syncthreads();
 
-  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_a(lane),
+  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_b(lane),
                  dout_lane = q_lane + C::kRowsBytes;
   uint32_t q[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], dout[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
   if constexpr (C::kHeld) {
-#pragma unroll
-    for (int m = 0; m < C::kMt; ++m)
-#pragma unroll
-      for (int d = 0; d < C::kHead / 16; ++d) {
-        ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
-        ldmatrix_x4(dout[m][d], Tile::at_step(dout_lane, d) + m * 16 * Tile::kRowBytes);
-      }
+    unroll<C::kMt>([&](auto m) {
+      unroll<C::kHead / 16>([&](auto d) {
+        load_operand_a<Tile, d, 16 * m>(q[m][d], q_lane);
+        load_operand_a<Tile, d, 16 * m>(dout[m][d], dout_lane);
+      });
+    });
     __syncthreads();
   }
   const RowBlock<float>& rows = row_blocks[own_rows / kRowBlock];
@@ -148,7 +147,7 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
           uint32_t a[C::kMt][4];
 #pragma unroll
           for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], ds[m], n);
-          multiply_columns<T, Tile>(dq, a, k_tile + n * 8 * Tile::kRowBytes + Tile::lane_a(lane));
+          multiply_columns<T, Tile>(dq, a, k_tile + n * 8 * Tile::kRowBytes + Tile::lane_b(lane));
         }
         if (nonfinite) add_specials<C::kMt, C::kNt>(dq, visible, specials + step * C::kOt, lane);
       }

@@ -194,6 +194,24 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
   });
 }
 
+// Weights and gradients, keys down, become 0 outside the rows' intervals: as to_gradients does with visible_pairs, for
+// fewer instructions and registers.
+template <int kMt, int kNt>
+__device__ inline void hide_outside_transposed(float (&s)[kMt][kNt][4], float (&dp)[kMt][kNt][4],
+                                               const GradientPlace& at, unsigned lane) {
+  const int first = at.key + int(lane / 4);
+#pragma unroll
+  for (int n = 0; n < kNt; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const RowRange r = at.ranges[8 * n + lane % 4 * 2 + e];
+      const uint32_t from = first - r.begin, length = r.end - r.begin;
+#pragma unroll
+      for (int i = 0; i < 2 * kMt; ++i)
+        if (from + 8 * i >= length) s[i / 2][n][i % 2 * 2 + e] = dp[i / 2][n][i % 2 * 2 + e] = 0;
+    }
+}
+
 // Two neighbouring tiles of an accumulator, rounded, as operand A of the next product.
 template <class T, int kNt>
 __device__ inline void pack_operand(uint32_t (&a)[4], const float (&x)[kNt][4], int n) {
@@ -201,9 +219,21 @@ __device__ inline void pack_operand(uint32_t (&a)[4], const float (&x)[kNt][4], 
   for (int i = 0; i < 4; ++i) a[i] = pack2<T>(x[n + i / 2][i % 2 * 2], x[n + i / 2][i % 2 * 2 + 1]);
 }
 
-// c += A B^T with the rows of both along kHead: A's fragments come from registers (or, kFromShared, by ldmatrix from
-// a_lane on), B are 8 * kNt rows of a tile.
-template <class T, class Tile, int kHead, bool kFromShared, int kMt, int kNt>
+// The lane addresses of both products below are those that Tile::lane_b gives, so that a tile that serves several
+// purposes needs one only.
+
+// Operand A of 16 rows from the address that lane_b gives, which then serves for both operands: the second and the
+// third tile change places.
+template <class Tile, int kStep, int kRow>
+__device__ inline void load_operand_a(uint32_t (&r)[4], uint32_t step_0) {
+  uint32_t tile[4];
+  load_fragment<Tile, kStep, kRow>(tile, step_0);
+  r[0] = tile[0], r[1] = tile[2], r[2] = tile[1], r[3] = tile[3];
+}
+
+// c += A B^T with the rows of both along kHead: A's fragments come from registers (or, kFromShared, from the rows of
+// a_lane, kRowA on), B are 8 * kNt rows of a tile, from kRowB on.
+template <class T, class Tile, int kHead, bool kFromShared, int kRowA = 0, int kRowB = 0, int kMt, int kNt>
 __device__ inline void multiply_rows(float (&c)[kMt][kNt][4],
                                      const uint32_t (&held)[kMt][kFromShared ? 1 : kHead / 16][4], uint32_t a_lane,
                                      uint32_t b_lane) {
@@ -211,13 +241,13 @@ __device__ inline void multiply_rows(float (&c)[kMt][kNt][4],
     uint32_t a[kMt][4];
     unroll<kMt>([&](auto m) {
       if constexpr (kFromShared)
-        load_fragment<Tile, d, 16 * m>(a[m], a_lane);
+        load_operand_a<Tile, d, kRowA + 16 * m>(a[m], a_lane);
       else
         for (int i = 0; i < 4; ++i) a[m][i] = held[m][d][i];
     });
     unroll<kNt / 2>([&](auto n) {
       uint32_t b[4];
-      load_fragment<Tile, d, 16 * n>(b, b_lane);
+      load_fragment<Tile, d, kRowB + 16 * n>(b, b_lane);
 #pragma unroll
       for (int m = 0; m < kMt; ++m) {
         mma_16x8x16<T>(c[m][2 * n], a[m], b[0], b[1]);
@@ -227,16 +257,16 @@ __device__ inline void multiply_rows(float (&c)[kMt][kNt][4],
   });
 }
 
-// c += A B for B of 16 rows of a tile, kOt / 2 of its 16-column steps.
-template <class T, class Tile, int kMt, int kOt>
+// c += A B for B of 16 rows of a tile, from kRow on, kOt / 2 of its 16-column steps.
+template <class T, class Tile, int kRow = 0, int kMt, int kOt>
 __device__ inline void multiply_columns(float (&c)[kMt][kOt][4], const uint32_t (&a)[kMt][4], uint32_t b_lane) {
   unroll<kOt / 2>([&](auto d) {
     uint32_t b[4];
-    load_fragment_transposed<Tile, d, 0>(b, b_lane);
+    load_fragment_transposed<Tile, d, kRow>(b, b_lane);
 #pragma unroll
     for (int m = 0; m < kMt; ++m) {
-      mma_16x8x16<T>(c[m][2 * d], a[m], b[0], b[1]);
-      mma_16x8x16<T>(c[m][2 * d + 1], a[m], b[2], b[3]);
+      mma_16x8x16<T>(c[m][2 * d], a[m], b[0], b[2]);
+      mma_16x8x16<T>(c[m][2 * d + 1], a[m], b[1], b[3]);
     }
   });
 }

@@ -10,8 +10,12 @@
 // For dQ = dS K the warps put dS^T of a tile of queries into shared memory, share out the product's tile, and add it to
 // p.dq_sum in global memory, where blocks meet in any order. Its elements lie as the accumulators do, so that each
 // instruction adds to 128 bytes in a row; attention_bwd_dq_round puts them in order.
+//
+// For head size 128 with dQ, warps work in pairs (kPairs): the two share 32 keys, each works out P^T and dS^T for half
+// of a tile's queries, gets the rest through shared memory, and keeps half of the columns of dK and dV. So what is
+// loaded of queries and dout serves 32 keys instead of 16.
 #pragma once
-#include "attention_bwd_scores_sm80.cuh"
+#include "attention_bwd_tile_sm80.cuh"
 #include "error.h"
 
 namespace mha::cuda {
@@ -20,238 +24,228 @@ template <int kHead_, bool kGeneral_, bool kQueryGradient_>
 struct BackwardSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kQueryGradient = kQueryGradient_;
-  static constexpr int kMt = kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
-  static constexpr int kWarps = kMt == 2 ? 4 : 8, kThreads = 32 * kWarps;
-  static constexpr int kColumnSplit = kHead <= 128 ? 1 : 2;
+  static constexpr bool kPairs = kHead == 128 && kQueryGradient;
+  static constexpr int kMt = kPairs || kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
+  static constexpr int kWarps = kMt == 2 && !kPairs ? 4 : 8, kThreads = 32 * kWarps;
+  static constexpr int kColumnSplit = kPairs || kHead > 128 ? 2 : 1;
   static constexpr int kWarpKeys = 16 * kMt, kKeys = kWarpKeys * kWarps / kColumnSplit;
   static constexpr int kQueries = kHead <= 128 ? 64 : 32, kStages = kHead <= 128 ? 2 : 1;
   static constexpr int kOt = kHead / kColumnSplit / 8;
   // Keys and values are held in registers, where they fit; they come in through the stages of the query tiles.
-  static constexpr bool kHeld = kHead <= 128;
+  static constexpr bool kHeld = kHead <= 128 && !kPairs;
   static constexpr int kBlocksPerSm = kWarps == 4 ? 2 : 1;
   static constexpr int kTileBytes = kQueries * kHead * 2, kKeyBytes = kKeys * kHead * 2;
   static constexpr int kStageBytes = 2 * kTileBytes + int(sizeof(RowBlock<float>));
-  static constexpr int kGradientBytes = kQueryGradient ? kKeys * kQueries * 2 : 0;  // dS^T
+  static constexpr int kGradientBytes = kQueryGradient ? kKeys * kQueries * 2 : 0;  // dS^T; likewise P^T
+  static constexpr int kSpecials = kQueries * kHead / 8;                            // of a tile of queries
+  // NaN and Inf that are taken out of a tile are kept in the next stage, which is then filled later.
+  static constexpr int kSpecialsBytes = kStages == 1 ? 2 * kSpecials * int(sizeof(uint16_t)) : 0;
   static constexpr int kKeysAt = kHeld && !kQueryGradient ? 0 : kStages * kStageBytes;
   static constexpr int kValuesAt = kHeld && kQueryGradient ? 0 : kKeysAt + kKeyBytes;
-  static constexpr int kGradientAt = kKeysAt + kKeyBytes;
-  static constexpr int kSharedBytes =
-      kStages * kStageBytes + (kQueryGradient ? kKeyBytes + kGradientBytes : 0) + (kHeld ? 0 : 2 * kKeyBytes);
+  static constexpr int kGradientAt = kKeysAt + kKeyBytes * (kHeld ? 1 : 2), kSpecialsAt = kGradientAt;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kKeyBytes * (kHeld ? kQueryGradient : 2) +
+                                      kGradientBytes * (kPairs ? 2 : 1) + kSpecialsBytes;
+  static_assert(kHeld || kValuesAt == kKeysAt + kKeyBytes);
   static_assert(kHead / kColumnSplit % 64 == 0 || kColumnSplit == 1);
   static_assert(!kHeld || 2 * kKeyBytes <= kStages * kStageBytes);
   // A warp's part of a tile of dQ: 16 * kDqMt queries, 32 columns.
   static constexpr int kDqMt = kHead / 8 / kWarps, kDqRowWarps = 4 / (kDqMt ? kDqMt : 1);
-  static_assert(!kQueryGradient ||
-                (kHeld && kDqMt * 8 * kWarps == kHead && kKeys * kHead / 8 == 2 * kQueries * kHead / 8));
+  static_assert(!kQueryGradient || kDqMt * 8 * kWarps == kHead);
+
+  // The first of a thread's warp's keys, and of the columns that it sums.
+  __device__ static unsigned own_keys(unsigned thread) { return thread / 32 / kColumnSplit * kWarpKeys; }
+  __device__ static unsigned column(unsigned thread) { return thread / 32 % kColumnSplit * (kHead / kColumnSplit); }
 };
 
-// Walks over those tiles of kQueries rows that see a key of [key_begin, key_end). Every warp does the same.
-template <int kQueries>
+// A warp's walk over those tiles of queries that see any of the block's keys; every warp's is the same.
 struct RowTileWalk {
-  static constexpr int kPerBlock = kRowBlock / kQueries;
-  int base = -32;
-  uint32_t seen = 0;  // which of tiles base..base + 31 are to be visited
-
-  // The next of `count` tiles, or -1.
-  __device__ int next(const Span* spans, int count, int key_begin, int key_end, unsigned lane) {
-    while (!seen) {
-      base += 32;
-      if (base >= count) return -1;
-      const int n = base + int(lane);
-      seen =
-          __ballot_sync(~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin);
-    }
-    const int bit = __ffs(seen) - 1;
-    seen &= seen - 1;
-    return base + bit;
-  }
+  int tile, next;  // -1 at the end
+  bool nonfinite;  // whether the tile had NaN or Inf
+  uint32_t seen;   // which of the 32 tiles around it are still to be visited
 };
 
-// Adds this warp's part of dQ = dS K, for a tile of queries, to the sums at `to`. Both tiles are in shared memory, dS
-// transposed.
-template <class T, class C, class Tile>
-__device__ inline void add_query_gradient(uint32_t ds_tile, uint32_t k_tile, float* to, unsigned thread) {
-  using GradientTile = TileSm80<T, C::kQueries, C::kThreads>;
-  float dq[C::kDqMt][4][4] = {};
-  const unsigned warp = thread / 32, lane = thread % 32;
-  const unsigned first_row = warp % C::kDqRowWarps * 16 * C::kDqMt, column = warp / C::kDqRowWarps * 32;
-  const uint32_t a_lane = ds_tile + GradientTile::lane_b(lane), b_lane = k_tile + Tile::lane_a(lane);
-#pragma unroll 2
-  for (int key = 0; key < C::kKeys; key += 16) {
-    uint32_t a[C::kDqMt][4];
-#pragma unroll
-    for (int m = 0; m < C::kDqMt; ++m)
-      ldmatrix_x4_transposed(a[m], GradientTile::at_step(a_lane, first_row / 16 + m) + key * GradientTile::kRowBytes);
-#pragma unroll
-    for (int d = 0; d < 2; ++d) {
-      uint32_t b[4];
-      ldmatrix_x4_transposed(b, Tile::at_step(b_lane, column / 16 + d) + key * Tile::kRowBytes);
-#pragma unroll
-      for (int m = 0; m < C::kDqMt; ++m) {
-        mma_16x8x16<T>(dq[m][2 * d], a[m], b[0], b[1]);
-        mma_16x8x16<T>(dq[m][2 * d + 1], a[m], b[2], b[3]);
-      }
-    }
+// The tile after walk.tile, for `count` tiles of kQueries rows and keys [key_begin, key_end), or -1.
+template <int kQueries, class Walk>
+__device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, int key_begin, int key_end,
+                                    unsigned lane) {
+  constexpr int kPerBlock = kRowBlock / kQueries;
+  uint32_t seen = walk.seen;
+  int base = walk.tile & ~31;
+  while (!seen) {
+    base += 32;
+    if (base >= count) return -1;
+    const int n = base + int(lane);
+    seen =
+        __ballot_sync(~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin);
   }
-  to += warp * (C::kDqMt * 16 * 32) + lane;
-  unroll<C::kDqMt * 16>([&](auto i) { add_global<i * 128>(to, dq[i / 16][i / 4 % 4][i % 4]); });
+  walk.seen = seen & (seen - 1);
+  return base + __ffs(seen) - 1;
+}
+
+// What a block works on.
+struct BackwardPlace {
+  int first_key;
+  int tiles;  // of queries, of all the group's heads
+  unsigned b, hk;
+  unsigned first_head, first_block;  // the group's first query head, and that head's first row block
+  bool nonfinite_keys;
+};
+
+// Brings the block's keys and values to shared memory and, if C::kHeld, on to registers.
+template <class T, class C>
+__device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackwardLaunch& p, uint32_t k_tile,
+                                          uint32_t v_tile) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  const unsigned thread = threadIdx.x, lane = thread % 32, group = unsigned(p.H) / unsigned(p.Hk);
+  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys, bhk = blockIdx.x / key_tiles;
+  const unsigned b = bhk / unsigned(p.Hk), hk = bhk % unsigned(p.Hk);
+  const int first_key = blockIdx.x % key_tiles * C::kKeys;
+  const bool aligned = !C::kGeneral || p.aligned;
+
+  load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), first_key, aligned, k_tile, thread);
+  load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), first_key, aligned, v_tile, thread);
+  cp_async_commit();
+  cp_async_wait<0>();
+  const bool nonfinite = C::kQueryGradient && Tile::template any_nonfinite<C::kKeys>(k_tile, thread);
+  const BackwardPlace place = {first_key,
+                               int(group * p.row_blocks * (kRowBlock / C::kQueries)),
+                               b,
+                               hk,
+                               hk * group,
+                               (b * unsigned(p.H) + hk * group) * p.row_blocks,
+                               bool(__syncthreads_or(nonfinite))};
+  if constexpr (C::kHeld) {
+    const uint32_t a_lane = C::own_keys(thread) * Tile::kRowBytes + Tile::lane_b(lane);
+    unroll<C::kMt>([&](auto m) {
+      unroll<C::kHead / 16>([&](auto d) {
+        load_operand_a<Tile, d, 16 * m>(own.k[m][d], k_tile + a_lane);
+        load_operand_a<Tile, d, 16 * m>(own.v[m][d], v_tile + a_lane);
+      });
+    });
+    __syncthreads();
+  }
+  return place;
+}
+
+// Starts to bring a tile of queries, of dout, and of numbers of their rows to a stage.
+template <class T, class C, class Place>
+__device__ inline void load_queries(const AttentionBackwardLaunch& p, const Place& place, int tile, uint32_t stage) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  constexpr int kPerBlock = kRowBlock / C::kQueries;
+  const unsigned thread = thread_index(), tiles_per_head = p.row_blocks * kPerBlock;
+  const unsigned b = place.b, h = place.first_head + unsigned(tile) / tiles_per_head;
+  const int row = unsigned(tile) % tiles_per_head * C::kQueries;
+  const bool aligned = !C::kGeneral || p.aligned;
+  load_tile<Tile, C::kQueries>(matrix<T>(p.q, b, h, p.Sq, p.D), row, aligned, stage, thread);
+  load_tile<Tile, C::kQueries>(matrix<T>(p.dout, b, h, p.Sq, p.Dv), row, aligned, stage + C::kTileBytes, thread);
+  const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + place.first_block + tile / kPerBlock;
+  if (thread < sizeof(*rows) / 16)
+    cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
+  cp_async_commit();
+}
+
+// Takes NaN and Inf out of a tile of queries and one of dout, which a block has brought in; tells whether there are.
+template <class T, class C>
+__device__ inline bool take_tile_specials(uint32_t stage, uint16_t* specials) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  const unsigned thread = thread_index();
+  const bool nonfinite = Tile::template any_nonfinite<C::kQueries>(stage, thread) ||
+                         Tile::template any_nonfinite<C::kQueries>(stage + C::kTileBytes, thread);
+  if (!__syncthreads_or(nonfinite)) return false;
+  Tile::template take_specials<C::kQueries>(stage, specials, thread);
+  Tile::template take_specials<C::kQueries>(stage + C::kTileBytes, specials + C::kSpecials, thread);
+  __syncthreads();
+  return true;
 }
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     attention_bwd_sm80(const __grid_constant__ AttentionBackwardLaunch p) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
-  using GradientTile = TileSm80<T, C::kQueries, C::kThreads>;
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ uint16_t specials[2][C::kQueries * C::kHead / 8];  // of a tile of queries and one of dout
-  const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
-  const int first_key = blockIdx.x % key_tiles * C::kKeys, own_keys = warp / C::kColumnSplit * C::kWarpKeys;
-  const unsigned column = warp % C::kColumnSplit * (C::kHead / C::kColumnSplit);
-  const unsigned bhk = blockIdx.x / key_tiles, b = bhk / unsigned(p.Hk), hk = bhk % unsigned(p.Hk);
-  const unsigned group = unsigned(p.H) / unsigned(p.Hk), first_head = hk * group;
+  __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
+  __shared__ BackwardPlace shared_place;
   const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
-  const bool aligned = !C::kGeneral || p.aligned;
-
-  load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), first_key, aligned, k_tile, thread);
-  load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), first_key, aligned, v_tile, thread);
-  cp_async_commit();
-  const uint32_t k_lane = k_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
-  const uint32_t v_lane = v_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
-  uint32_t k[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], v[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
-  if constexpr (C::kHeld) {
-    cp_async_wait<0>();
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < C::kMt; ++m)
-#pragma unroll
-      for (int d = 0; d < C::kHead / 16; ++d) {
-        ldmatrix_x4(k[m][d], Tile::at_step(k_lane, d) + m * 16 * Tile::kRowBytes);
-        ldmatrix_x4(v[m][d], Tile::at_step(v_lane, d) + m * 16 * Tile::kRowBytes);
-      }
-    // NaN or Inf in a key makes dS of those rows that see it NaN: the key itself need not, and must not, do so in dQ =
-    // dS K.
-    const bool nonfinite = C::kQueryGradient && Tile::template any_nonfinite<C::kKeys>(k_tile, thread);
-    __syncthreads();
-    if (nonfinite) Tile::template take_specials<C::kKeys>(k_tile, specials[0], thread);
-  }
-
-  constexpr int kPerBlock = kRowBlock / C::kQueries, kChunks = C::kHead / 8;
-  const unsigned tiles_per_head = p.row_blocks * kPerBlock;
-  const unsigned first_block = (b * unsigned(p.H) + first_head) * p.row_blocks;
-  auto load_queries = [&](int tile, uint32_t stage) {
-    const unsigned thread = thread_index();
-    const unsigned h = first_head + unsigned(tile) / tiles_per_head;
-    const int row = unsigned(tile) % tiles_per_head * C::kQueries;
-    load_tile<Tile, C::kQueries>(matrix<T>(p.q, b, h, p.Sq, p.D), row, aligned, stage, thread);
-    load_tile<Tile, C::kQueries>(matrix<T>(p.dout, b, h, p.Sq, p.Dv), row, aligned, stage + C::kTileBytes, thread);
-    const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + first_block + tile / kPerBlock;
-    if (thread < sizeof(*rows) / 16)
-      cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
-    cp_async_commit();
+  WarpKeys<C> own;
+  const BackwardPlace found = load_keys<T, C>(own, p, k_tile, v_tile);
+  // Registers are short, except where warps work in pairs: what is needed once a tile is kept in shared memory, and
+  // read anew at each use (volatile).
+  if (!C::kPairs && threadIdx.x == 0) shared_place = found;
+  if (!C::kPairs) __syncthreads();
+  RowTileWalk own_walk;
+  auto place = [&]() -> auto& {
+    if constexpr (C::kPairs)
+      return found;
+    else
+      return static_cast<const volatile BackwardPlace&>(shared_place);
   };
-
-  RowTileWalk<C::kQueries> walk;
+  auto walk = [&]() -> auto& {
+    if constexpr (C::kPairs)
+      return own_walk;
+    else
+      return static_cast<volatile RowTileWalk&>(shared_walks[thread_index() / 32]);
+  };
   auto next_tile = [&] {
-    return walk.next(p.spans + first_block, group * tiles_per_head, first_key, first_key + C::kKeys,
-                     thread_index() % 32);
+    const int first_key = place().first_key;
+    const int next = next_row_tile<C::kQueries>(walk(), p.spans + place().first_block, place().tiles, first_key,
+                                                first_key + C::kKeys, thread_index() % 32);
+    walk().next = next;
+    return next;
   };
-  int tile = next_tile();
+  walk().tile = -1;
+  walk().seen = 0;
   uint32_t stage = base;
-  if (tile >= 0) load_queries(tile, stage);
-  float dk[C::kMt][C::kOt][4] = {}, dv[C::kMt][C::kOt][4] = {};
+  auto next_stage = [&] { return C::kStages == 1 ? base : base + (base + C::kStageBytes - stage); };
+  if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, place(), tile, stage);
   const bool elementwise = C::kGeneral && p.mask.elementwise();
 
-  while (tile >= 0) {
+  for (int number; (number = walk().next) >= 0;) {
+    walk().tile = number;
     cp_async_wait<0>();
     __syncthreads();
-    const auto& rows = *reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes);
-    const bool edge = elementwise || rows.span.full_begin > first_key || rows.span.full_end < first_key + C::kKeys;
-    const int next = next_tile();
-    auto next_stage = [&] { return C::kStages == 1 ? base : base + (base + C::kStageBytes - stage); };
-    if (C::kStages > 1 && next >= 0) load_queries(next, next_stage());
-    bool nonfinite = false;
-    if (edge) {
-      const unsigned thread = thread_index();
-      nonfinite = __syncthreads_or(Tile::template any_nonfinite<C::kQueries>(stage, thread) ||
-                                   Tile::template any_nonfinite<C::kQueries>(stage + C::kTileBytes, thread));
+    uint16_t* specials = reinterpret_cast<uint16_t*>(shared + (C::kStages == 1 ? C::kSpecialsAt : next_stage() - base));
+    QueryTile tile = {stage, reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes),
+                      specials};
+    if constexpr (C::kGeneral || C::kQueries < kRowBlock) {
+      const unsigned tiles_per_head = p.row_blocks * (kRowBlock / C::kQueries);
+      tile.b = place().b;
+      tile.h = place().first_head + unsigned(number) / tiles_per_head;
+      tile.row = unsigned(number) % tiles_per_head * C::kQueries;
     }
-    if (nonfinite) {
-      const unsigned thread = thread_index();
-      Tile::template take_specials<C::kQueries>(stage, specials[0], thread);
-      Tile::template take_specials<C::kQueries>(stage + C::kTileBytes, specials[1], thread);
-      __syncthreads();
-    }
-    const unsigned h = first_head + unsigned(tile) / tiles_per_head;
-    const int row = unsigned(tile) % tiles_per_head * C::kQueries;
-#pragma unroll 1
-    for (int step = 0; step < C::kQueries; step += 16) {
-      const uint32_t q_tile = stage + step * Tile::kRowBytes, dout_tile = q_tile + C::kTileBytes;
-      const int i = row % kRowBlock + step;
-      const GradientPlace at = {b,
-                                h,
-                                row + step,
-                                first_key + own_keys,
-                                rows.negative_lse + i,
-                                rows.negative_rest + i,
-                                rows.negative_delta + i,
-                                rows.ranges + i};
-      uint32_t visible = ~0u, a[C::kMt][4] = {};
-      bool seen = true, hides = false;
-      if (edge) {
-        const RowRange r = at.ranges[lane % 16];
-        seen = __any_sync(~0u, r.begin < at.key + C::kWarpKeys && r.end > at.key);
-        hides = elementwise || !__all_sync(~0u, r.begin <= at.key && r.end >= at.key + C::kWarpKeys);
-      }
-      if (seen && (C::kGeneral || hides)) {
-        visible = visible_pairs<C::kMt, 2, true, !C::kGeneral>(p.mask, at, thread_index() % 32);
-        if (C::kGeneral) seen = __any_sync(~0u, visible);
-      }
-      if (seen) {
-        float s[C::kMt][2][4] = {}, ds[C::kMt][2][4];
-        start_gradients<true, C::kGeneral>(ds, at, lane);
-        multiply_rows<T, Tile, C::kHead, !C::kHeld>(s, k, k_lane, q_tile + Tile::lane_b(lane));
-        multiply_rows<T, Tile, C::kHead, !C::kHeld>(ds, v, v_lane, dout_tile + Tile::lane_b(lane));
-        to_gradients<T, true, C::kGeneral, false>(s, ds, p, at, C::kGeneral || hides, visible,
-                                                  C::kGeneral ? thread_index() % 32 : lane);
-#pragma unroll
-        for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], s[m], 0);
-        multiply_columns<T, Tile>(dv, a, Tile::at_step(dout_tile + Tile::lane_a(lane), column / 16));
-#pragma unroll
-        for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], ds[m], 0);
-        multiply_columns<T, Tile>(dk, a, Tile::at_step(q_tile + Tile::lane_a(lane), column / 16));
-        if (nonfinite) {
-          add_specials<C::kMt, 2>(dv, visible, specials[1] + step * kChunks + column / 8, lane, kChunks);
-          add_specials<C::kMt, 2>(dk, visible, specials[0] + step * kChunks + column / 8, lane, kChunks);
-        }
-      }
-      if constexpr (C::kQueryGradient) {
-        const unsigned lane = thread_index() % 32;
-        const uint32_t ds_lane = base + C::kGradientAt + GradientTile::offset(own_keys + lane / 4, 0) + lane % 4 * 4;
-        unroll<C::kMt * 4>([&](auto i) {
-          constexpr int m = i / 4, e = i % 4;
-          store_shared_4<(16 * m + e % 2 * 8) * GradientTile::kRowBytes>(ds_lane ^ (step / 8 + e / 2) << 4, a[m][e]);
-        });
-      }
-    }
+    const Span& span = tile.rows->span;
+    const int first_key = place().first_key;
+    const bool edge = elementwise || span.full_begin > first_key || span.full_end < first_key + C::kKeys;
+    const bool nonfinite = edge && take_tile_specials<T, C>(stage, specials);
+    walk().nonfinite = nonfinite;
+    if (const int next = next_tile(); next >= 0 && C::kStages > 1 && !nonfinite)
+      load_queries<T, C>(p, place(), next, next_stage());
+    if (!C::kGeneral && !edge)  // most tiles need no look at what their rows see
+      add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base + C::kGradientAt);
+    else
+      add_tile<T, C>(own, p, tile, edge, place(), walk(), k_tile, base + C::kGradientAt);
     if constexpr (C::kQueryGradient) {
-      __syncthreads();
-      float* to = p.dq_sum + int64_t(first_block + tile) * (C::kQueries * C::kHead);
-      add_query_gradient<T, C, Tile>(base + C::kGradientAt, k_tile, to, thread_index());
+      float* to = p.dq_sum + int64_t(place().first_block + walk().tile) * (C::kQueries * C::kHead);
+      if (place().nonfinite_keys)
+        add_query_gradient<T, C, true>(base + C::kGradientAt, k_tile, to, thread_index());
+      else
+        add_query_gradient<T, C, false>(base + C::kGradientAt, k_tile, to, thread_index());
     }
-    if (C::kStages == 1) {
+    if (C::kStages == 1 || walk().nonfinite) {  // the next stage was still in use
       __syncthreads();
-      if (next >= 0) load_queries(next, next_stage());
+      if (const int next = walk().next; next >= 0) load_queries<T, C>(p, place(), next, next_stage());
     }
-    tile = next;
     stage = next_stage();
   }
+
   cp_async_wait<0>();
   __syncthreads();
-  const uint32_t staging = base + warp * C::kWarpKeys * Tile::kRowBytes;
-  const int own = first_key + own_keys;
-  store_rows<T, Tile>(dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), own, column, p.aligned_dv, staging, lane);
-  store_rows<T, Tile>(dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), own, column, p.aligned_dk, staging, lane);
+  const unsigned thread = thread_index(), column = C::column(thread), b = place().b, hk = place().hk;
+  const uint32_t staging = base + thread / 32 * C::kWarpKeys * Tile::kRowBytes;
+  const int first = place().first_key + C::own_keys(thread);
+  store_rows<T, Tile>(own.dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), first, column, p.aligned_dv, staging,
+                      thread % 32);
+  store_rows<T, Tile>(own.dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), first, column, p.aligned_dk, staging,
+                      thread % 32);
 }
 
 template <class T, class C>

@@ -41,6 +41,13 @@ __device__ inline uint32_t collect_nonfinite(uint32_t sum, uint32_t pair) {
   return sum;
 }
 
+// A pair with NaN and Inf replaced by 0.
+template <class T>
+__device__ inline uint32_t finite_or_zero(uint32_t pair) {
+  constexpr uint32_t e = Half16<T>::exponent;
+  return ((pair & e) == e ? 0 : pair & 0xFFFF) | ((pair >> 16 & e) == e ? 0 : pair & 0xFFFF0000);
+}
+
 __device__ inline bool is_nonfinite(uint32_t collected) { return (collected & 0x7FFF7FFFu) != 0; }
 
 }  // namespace mha::cuda
