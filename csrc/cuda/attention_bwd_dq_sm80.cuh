@@ -32,7 +32,7 @@ struct BackwardQueriesSm80 {
 template <int kMt, int kNt>
 __device__ inline void add_bias_gradient(const Tensor4& dbias, const float (&ds)[kMt][kNt][4], const GradientPlace& at,
                                          uint32_t visible, unsigned lane) {
-  float* base = static_cast<float*>(dbias.data) + at.b * dbias.stride[0] + at.h * dbias.stride[1];
+  float* base = static_cast<float*>(dbias.data) + at.sequence->b * dbias.stride[0] + at.h * dbias.stride[1];
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
     if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) return;
     const int64_t row = at.row + fragment_row<false>(m, n, half, e, lane),
@@ -56,20 +56,26 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
+  __shared__ Sequence sequence;
   __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int Sq = int(p.Sq), own_rows = warp * C::kWarpRows;
-  const unsigned bh = b * unsigned(p.H) + h, hk = h / (unsigned(p.H) / unsigned(p.Hk));
+  const int own_rows = warp * C::kWarpRows;
+  const unsigned hk = h / (unsigned(p.H) / unsigned(p.Hk));
+  if (thread == 0) sequence = cuda::sequence(p, b);
+  __syncthreads();
+  if (first_row >= sequence.Sq) return;
   const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : C::kStages * 2 * C::kTileBytes);
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kRows>(matrix<T>(p.q, b, h, Sq, p.D), first_row, aligned, query_at, thread);
-  load_tile<Tile, C::kRows>(matrix<T>(p.dout, b, h, Sq, p.Dv), first_row, aligned, query_at + C::kRowsBytes, thread);
-  const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + int64_t(bh) * p.row_blocks + first_row / kRowBlock;
+  load_tile<Tile, C::kRows>(query_rows<T>(p.q, sequence, h, p.D), first_row, aligned, query_at, thread);
+  load_tile<Tile, C::kRows>(query_rows<T>(p.dout, sequence, h, p.Dv), first_row, aligned, query_at + C::kRowsBytes,
+                            thread);
+  const unsigned first_block = row_block(sequence, h, first_row / kRowBlock);
+  const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + first_block;
   for (unsigned i = thread; i < sizeof(row_blocks) / 16; i += C::kThreads)
     cp_async_16(shared_address(row_blocks) + i * 16, reinterpret_cast<const char*>(blocks) + i * 16, 16);
   cp_async_commit();
-  const Span* spans = p.spans + int64_t(bh) * p.row_blocks + first_row / kRowBlock;
+  const Span* spans = p.spans + first_block;
   Span all = spans[0];
   if (C::kRows > kRowBlock) all = merge(all, spans[1]);
   cp_async_wait<0>();
@@ -90,13 +96,14 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   }
   const RowBlock<float>& rows = row_blocks[own_rows / kRowBlock];
   const int i = own_rows % kRowBlock;
-  const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, Sq, lane);
+  const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, sequence.Sq, lane);
 
   tile = all.begin < all.end ? max(tile, all.begin / C::kKeys) : 0;
   tile_end = all.begin < all.end ? min(tile_end, (all.end + C::kKeys - 1) / C::kKeys) : 0;
   auto load_keys = [&](int n, uint32_t stage) {
-    load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), n * C::kKeys, aligned, stage, thread);
-    load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), n * C::kKeys, aligned, stage + C::kTileBytes, thread);
+    load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, hk, p.D), n * C::kKeys, aligned, stage, thread);
+    load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, hk, p.Dv), n * C::kKeys, aligned, stage + C::kTileBytes,
+                              thread);
     cp_async_commit();
   };
   if (tile < tile_end) load_keys(tile, base);
@@ -120,7 +127,7 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     for (int step = 0; step < C::kKeys; step += C::kStep) {
       const int key = tile * C::kKeys + step;
       if (key >= own.end || key + C::kStep <= own.begin) continue;
-      const GradientPlace at = {b,
+      const GradientPlace at = {&sequence,
                                 h,
                                 first_row + own_rows,
                                 key,
@@ -162,8 +169,8 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   cp_async_wait<0>();
   __syncthreads();
   if constexpr (!C::kOfBias)
-    store_rows<T, Tile>(dq, float(p.scale), matrix<T>(p.dq, b, h, Sq, p.D), first_row + own_rows, 0, p.aligned_dq,
-                        base + own_rows * Tile::kRowBytes, lane);
+    store_rows<T, Tile>(dq, float(p.scale), query_rows<T>(p.dq, sequence, h, p.D), first_row + own_rows, 0,
+                        p.aligned_dq, base + own_rows * Tile::kRowBytes, lane);
 }
 
 template <class T, class C>
@@ -186,8 +193,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned own = blockIdx.x / row_tiles / key_blocks, B = p.B, H = p.H;
   const unsigned own_heads = p.dbias.stride[1] ? H : 1;
   for (unsigned b = own / own_heads; b < B; b += p.dbias.stride[0] ? B : 1)
-    for (unsigned h = own % own_heads; h < H; h += p.dbias.stride[1] ? H : 1)
+    for (unsigned h = own % own_heads; h < H; h += p.dbias.stride[1] ? H : 1) {
       walk_keys<T, C>(p, b, h, first_row, tile, tile + kBiasTiles);
+      __syncthreads();
+    }
 }
 
 template <class T, class C>

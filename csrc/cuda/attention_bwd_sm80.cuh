@@ -108,13 +108,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   const int first_key = blockIdx.x % key_tiles * C::kKeys, own_keys = warp / C::kColumnSplit * C::kWarpKeys;
   const unsigned column = warp % C::kColumnSplit * (C::kHead / C::kColumnSplit);
-  const unsigned bhk = blockIdx.x / key_tiles, b = bhk / unsigned(p.Hk), hk = bhk % unsigned(p.Hk);
+  const unsigned bhk = blockIdx.x / key_tiles, hk = bhk % unsigned(p.Hk);
+  __shared__ Sequence sequence;
+  if (thread == 0) sequence = cuda::sequence(p, bhk / unsigned(p.Hk));
+  __syncthreads();
+  if (first_key >= sequence.Sk) return;
   const unsigned group = unsigned(p.H) / unsigned(p.Hk), first_head = hk * group;
   const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), first_key, aligned, k_tile, thread);
-  load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), first_key, aligned, v_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, hk, p.D), first_key, aligned, k_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, hk, p.Dv), first_key, aligned, v_tile, thread);
   cp_async_commit();
   const uint32_t k_lane = k_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
   const uint32_t v_lane = v_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
@@ -137,14 +141,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
 
   constexpr int kPerBlock = kRowBlock / C::kQueries, kChunks = C::kHead / 8;
-  const unsigned tiles_per_head = p.row_blocks * kPerBlock;
-  const unsigned first_block = (b * unsigned(p.H) + first_head) * p.row_blocks;
+  const unsigned tiles_per_head = sequence.row_blocks * kPerBlock;
+  const unsigned first_block = row_block(sequence, first_head, 0);
   auto load_queries = [&](int tile, uint32_t stage) {
     const unsigned thread = thread_index();
     const unsigned h = first_head + unsigned(tile) / tiles_per_head;
     const int row = unsigned(tile) % tiles_per_head * C::kQueries;
-    load_tile<Tile, C::kQueries>(matrix<T>(p.q, b, h, p.Sq, p.D), row, aligned, stage, thread);
-    load_tile<Tile, C::kQueries>(matrix<T>(p.dout, b, h, p.Sq, p.Dv), row, aligned, stage + C::kTileBytes, thread);
+    load_tile<Tile, C::kQueries>(query_rows<T>(p.q, sequence, h, p.D), row, aligned, stage, thread);
+    load_tile<Tile, C::kQueries>(query_rows<T>(p.dout, sequence, h, p.Dv), row, aligned, stage + C::kTileBytes, thread);
     const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + first_block + tile / kPerBlock;
     if (thread < sizeof(*rows) / 16)
       cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
@@ -188,7 +192,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int step = 0; step < C::kQueries; step += 16) {
       const uint32_t q_tile = stage + step * Tile::kRowBytes, dout_tile = q_tile + C::kTileBytes;
       const int i = row % kRowBlock + step;
-      const GradientPlace at = {b,
+      const GradientPlace at = {&sequence,
                                 h,
                                 row + step,
                                 first_key + own_keys,
@@ -250,8 +254,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __syncthreads();
   const uint32_t staging = base + warp * C::kWarpKeys * Tile::kRowBytes;
   const int own = first_key + own_keys;
-  store_rows<T, Tile>(dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), own, column, p.aligned_dv, staging, lane);
-  store_rows<T, Tile>(dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), own, column, p.aligned_dk, staging, lane);
+  store_rows<T, Tile>(dv, 1.0f, key_rows<T>(p.dv, sequence, hk, p.Dv), own, column, p.aligned_dv, staging, lane);
+  store_rows<T, Tile>(dk, float(p.scale), key_rows<T>(p.dk, sequence, hk, p.D), own, column, p.aligned_dk, staging,
+                      lane);
 }
 
 template <class T, class C>

@@ -5,6 +5,7 @@
 namespace mha::cuda {
 
 struct Numbers {            // the problem's doubles as the kernels use them
+  float scale_f32 = 1;      // scale
   float scale_log2 = 1;     // scale * log2(e)
   float cap = 0;            // softcap
   float softcap_scale = 0;  // scale / softcap
@@ -14,6 +15,7 @@ struct Numbers {            // the problem's doubles as the kernels use them
 
 inline Numbers numbers(double scale, double softcap, const Dropout& dropout) {
   Numbers n;
+  n.scale_f32 = float(scale);
   n.scale_log2 = float(scale * 1.4426950408889634);
   n.cap = float(softcap);
   n.softcap_scale = softcap == 0 ? 0 : float(scale / softcap);

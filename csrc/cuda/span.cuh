@@ -1,6 +1,6 @@
 // Which keys a group of query rows may see: what decides which tiles are visited and which pay for mask tests.
 #pragma once
-#include "../mask.h"
+#include "sequence.cuh"
 
 namespace mha::cuda {
 
@@ -22,20 +22,20 @@ __device__ inline Span merge(const Span& a, const Span& b) {
 // One warp works out the span of rows [first, first + kRows) (kRows 16 or 32), and their intervals in ranges[0..kRows).
 // Rows from Sq on see nothing and don't count. Both results are for shared memory, and need a barrier.
 template <int kRows>
-__device__ inline void warp_span(const Mask& mask, int64_t b, int first, int Sq, int Sk, RowRange* ranges, Span* span,
+__device__ inline void warp_span(const Mask& mask, const Sequence& s, int first, RowRange* ranges, Span* span,
                                  unsigned lane) {
-  Span s = {kKeyMax, 0, 0, kKeyMax};
+  Span own = {kKeyMax, 0, 0, kKeyMax};
   const int i = lane % kRows;
   RowRange r = {0, 0};
-  if (first + i < Sq) {
-    Interval interval = row_interval(mask, b, first + i, Sk);
+  if (first + i < s.Sq) {
+    Interval interval = row_interval(mask, s.b, first + i, s.Sk, s.shift);
     if (interval.begin < interval.end) r = {int(interval.begin), int(interval.end)};
-    s = {r.begin < r.end ? r.begin : kKeyMax, r.end, r.begin, r.end};
+    own = {r.begin < r.end ? r.begin : kKeyMax, r.end, r.begin, r.end};
   }
   if (lane < kRows) ranges[i] = r;
-  s = {__reduce_min_sync(~0u, s.begin), __reduce_max_sync(~0u, s.end), __reduce_max_sync(~0u, s.full_begin),
-       __reduce_min_sync(~0u, s.full_end)};
-  if (lane == 0) *span = s;
+  own = {__reduce_min_sync(~0u, own.begin), __reduce_max_sync(~0u, own.end), __reduce_max_sync(~0u, own.full_begin),
+         __reduce_min_sync(~0u, own.full_end)};
+  if (lane == 0) *span = own;
 }
 
 }  // namespace mha::cuda
