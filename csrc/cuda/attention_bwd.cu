@@ -17,7 +17,7 @@ struct Plan {
   const Kernel *dkv = nullptr, *dq = nullptr;
   const Kernel* dbias = nullptr;  // null: attention_bwd_dbias_simple
   AttentionBackwardLaunch launch;
-  std::size_t rows_bytes = 0, spans_bytes = 0, sinks_bytes = 0, dq_sum_bytes = 0;
+  std::size_t rows_bytes = 0, spans_bytes = 0, sinks_bytes = 0, dq_sum_bytes = 0, tiles_bytes = 0;
 };
 
 // What an instance that is not general leaves out.
@@ -55,6 +55,7 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dk = aligned_16(p.dk, size);
   launch.aligned_dv = aligned_16(p.dv, size);
   launch.row_blocks = int(row_blocks_of(p.Sq));
+  plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
   if (!p.deterministic) plan.main = find(k_attention_bwd_sm80, launch);
   if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
   if (plan.main) {
@@ -101,7 +102,7 @@ void run(const Plan& plan, cudaStream_t stream) {
 
 std::size_t attention_bwd_workspace(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.rows_bytes + plan.spans_bytes + plan.sinks_bytes + plan.dq_sum_bytes;
+  return plan.rows_bytes + plan.spans_bytes + plan.sinks_bytes + plan.dq_sum_bytes + plan.tiles_bytes;
 }
 
 const char* attention_bwd_kernel(const AttentionBackward& p) {
@@ -117,6 +118,8 @@ void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t str
   plan.launch.dq_sum = reinterpret_cast<float*>(free += plan.rows_bytes);
   plan.launch.spans = reinterpret_cast<Span*>(free += plan.dq_sum_bytes);
   plan.launch.sink_sums = free += plan.spans_bytes;
+  if (plan.tiles_bytes) plan.launch.tiles.code = reinterpret_cast<uint8_t*>(free += plan.sinks_bytes);
+  mask_tiles(plan.launch, plan.launch.tiles, stream);
   switch (p.dtype) {
     case DType::f64:
       return run<double, double>(plan, stream);

@@ -106,11 +106,22 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
                               thread);
     cp_async_commit();
   };
+  uint32_t code = kShowsSome;
+  auto visible_tile = [&](int tile) -> int {
+    if constexpr (C::kGeneral) {
+      for (; tile < tile_end; ++tile) {
+        code = mask_tile_code(p.tiles, sequence.b, h, first_row, C::kRows, tile * C::kKeys, C::kKeys);
+        if (code & kShowsSome) break;
+      }
+    }
+    return tile;
+  };
+  tile = visible_tile(tile);
   if (tile < tile_end) load_keys(tile, base);
   float dq[C::kMt][C::kOt][4] = {};
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
 
-  for (uint32_t stage = base; tile < tile_end; ++tile) {
+  for (uint32_t stage = base; tile < tile_end;) {
+    const bool elementwise = C::kGeneral && (code & kHidesSome);
     cp_async_wait<0>();
     bool nonfinite = false;
     if (elementwise || tile * C::kKeys < all.full_begin || (tile + 1) * C::kKeys > all.full_end)
@@ -118,7 +129,8 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     else
       __syncthreads();
     const uint32_t next = C::kStages == 1 ? base : base + (base + 2 * C::kTileBytes - stage);
-    if (C::kStages > 1 && tile + 1 < tile_end) load_keys(tile + 1, next);
+    const int next_tile = visible_tile(tile + 1);
+    if (C::kStages > 1 && next_tile < tile_end) load_keys(next_tile, next);
     if (nonfinite) {
       Tile::template take_specials<C::kKeys>(stage, specials, thread);
       __syncthreads();
@@ -138,7 +150,10 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
       const bool hides = C::kGeneral || key < own.full_begin || key + C::kStep > own.full_end;
       uint32_t visible = ~0u;
       if (hides) {
-        visible = visible_pairs<C::kMt, C::kNt, false, !C::kGeneral>(p.mask, at, lane);
+        if (C::kGeneral && elementwise)
+          visible = visible_pairs<C::kMt, C::kNt, false, false>(p.mask, at, lane);
+        else
+          visible = visible_pairs<C::kMt, C::kNt, false, true>(p.mask, at, lane);
         if (!__any_sync(~0u, visible)) continue;
       }
       const uint32_t k_tile = stage + step * Tile::kRowBytes, v_tile = k_tile + C::kTileBytes;
@@ -162,9 +177,10 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     }
     if (C::kStages == 1) {
       __syncthreads();
-      if (tile + 1 < tile_end) load_keys(tile + 1, next);
+      if (next_tile < tile_end) load_keys(next_tile, next);
     }
     stage = next;
+    tile = next_tile;
   }
   cp_async_wait<0>();
   __syncthreads();

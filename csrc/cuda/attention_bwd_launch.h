@@ -21,7 +21,8 @@ struct AttentionBackwardLaunch : AttentionBackward, Numbers {
   bool aligned = false;       // the rows of q, k, v and dout start at multiples of 16 bytes
   bool aligned_rows = false;  // those of dout and out do
   bool aligned_dq = false, aligned_dk = false, aligned_dv = false;
-  bool base_2 = false;        // lse in powers of two, as the plain kernels on tensor cores want it
+  bool base_2 = false;  // lse in powers of two, as the plain kernels on tensor cores want it
+  MaskTiles tiles;
   int row_blocks = 0;         // of a head of the longest sequence
   void* rows = nullptr;       // RowBlock [row blocks in all], by row_block()
   Span* spans = nullptr;      // likewise: their spans

@@ -161,7 +161,8 @@ __device__ inline bool sees(const AttentionBackwardLaunch& p, const Sequence& se
                             int keys) {
   if (row >= sequence.Sq) return false;
   const Span s = p.spans[row_block(sequence, h, row / kRowBlock)];
-  return s.begin < key + keys && s.end > key;
+  return s.begin < key + keys && s.end > key &&
+         mask_tile_code(p.tiles, sequence.b, h, row, keys, key, keys) & kShowsSome;
 }
 
 template <class S>

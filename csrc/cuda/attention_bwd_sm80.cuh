@@ -52,14 +52,15 @@ struct RowTileWalk {
   int base = -32;
   uint32_t seen = 0;  // which of tiles base..base + 31 are to be visited
 
-  // The next of `count` tiles, or -1.
-  __device__ int next(const Span* spans, int count, int key_begin, int key_end, unsigned lane) {
+  // The next of `count` tiles, or -1. shows: whether the mask's blocks and the like show something of a tile.
+  template <class F>
+  __device__ int next(const Span* spans, int count, int key_begin, int key_end, unsigned lane, F shows) {
     while (!seen) {
       base += 32;
       if (base >= count) return -1;
       const int n = base + int(lane);
-      seen =
-          __ballot_sync(~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin);
+      seen = __ballot_sync(
+          ~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin && shows(n));
     }
     const int bit = __ffs(seen) - 1;
     seen &= seen - 1;
@@ -108,17 +109,29 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   const int first_key = blockIdx.x % key_tiles * C::kKeys, own_keys = warp / C::kColumnSplit * C::kWarpKeys;
   const unsigned column = warp % C::kColumnSplit * (C::kHead / C::kColumnSplit);
-  const unsigned bhk = blockIdx.x / key_tiles, hk = bhk % unsigned(p.Hk);
+  struct Place {
+    unsigned hk, first_head;  // the group's first query head
+    unsigned first_block;     // and its first row block
+    unsigned tiles;           // of queries, of a head
+  };
   __shared__ Sequence sequence;
+  __shared__ Place shared_place;
+  const unsigned bhk = blockIdx.x / key_tiles, hk = bhk % unsigned(p.Hk),
+                 first_head = hk * (unsigned(p.H) / unsigned(p.Hk));
   if (thread == 0) sequence = cuda::sequence(p, bhk / unsigned(p.Hk));
   __syncthreads();
   if (first_key >= sequence.Sk) return;
-  const unsigned group = unsigned(p.H) / unsigned(p.Hk), first_head = hk * group;
+  const Place own_place = {hk, first_head, row_block(sequence, first_head, 0),
+                           sequence.row_blocks * (kRowBlock / C::kQueries)};
+  // Without dQ, registers are shorter: the numbers are read anew at each use.
+  if (!C::kQueryGradient && thread == 0) shared_place = own_place;
+  if (!C::kQueryGradient) __syncthreads();
+  const Place& place = C::kQueryGradient ? own_place : shared_place;
   const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, hk, p.D), first_key, aligned, k_tile, thread);
-  load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, hk, p.Dv), first_key, aligned, v_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, place.hk, p.D), first_key, aligned, k_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, place.hk, p.Dv), first_key, aligned, v_tile, thread);
   cp_async_commit();
   const uint32_t k_lane = k_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
   const uint32_t v_lane = v_tile + own_keys * Tile::kRowBytes + Tile::lane_a(lane);
@@ -141,32 +154,36 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
 
   constexpr int kPerBlock = kRowBlock / C::kQueries, kChunks = C::kHead / 8;
-  const unsigned tiles_per_head = sequence.row_blocks * kPerBlock;
-  const unsigned first_block = row_block(sequence, first_head, 0);
   auto load_queries = [&](int tile, uint32_t stage) {
     const unsigned thread = thread_index();
-    const unsigned h = first_head + unsigned(tile) / tiles_per_head;
-    const int row = unsigned(tile) % tiles_per_head * C::kQueries;
+    const unsigned h = place.first_head + unsigned(tile) / place.tiles;
+    const int row = unsigned(tile) % place.tiles * C::kQueries;
     load_tile<Tile, C::kQueries>(query_rows<T>(p.q, sequence, h, p.D), row, aligned, stage, thread);
     load_tile<Tile, C::kQueries>(query_rows<T>(p.dout, sequence, h, p.Dv), row, aligned, stage + C::kTileBytes, thread);
-    const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + first_block + tile / kPerBlock;
+    const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + place.first_block + tile / kPerBlock;
     if (thread < sizeof(*rows) / 16)
       cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
     cp_async_commit();
   };
 
+  auto tile_code = [&](int tile) -> uint32_t {
+    if constexpr (!C::kGeneral) return kShowsSome;
+    const unsigned h = place.first_head + unsigned(tile) / place.tiles;
+    const int row = unsigned(tile) % place.tiles * C::kQueries;
+    return mask_tile_code(p.tiles, sequence.b, h, row, C::kQueries, first_key, C::kKeys);
+  };
   RowTileWalk<C::kQueries> walk;
   auto next_tile = [&] {
-    return walk.next(p.spans + first_block, group * tiles_per_head, first_key, first_key + C::kKeys,
-                     thread_index() % 32);
+    return walk.next(p.spans + place.first_block, int(unsigned(p.H / p.Hk) * place.tiles), first_key,
+                     first_key + C::kKeys, thread_index() % 32, [&](int tile) { return tile_code(tile) & kShowsSome; });
   };
   int tile = next_tile();
   uint32_t stage = base;
   if (tile >= 0) load_queries(tile, stage);
   float dk[C::kMt][C::kOt][4] = {}, dv[C::kMt][C::kOt][4] = {};
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
 
   while (tile >= 0) {
+    const bool elementwise = tile_code(tile) & kHidesSome;
     cp_async_wait<0>();
     __syncthreads();
     const auto& rows = *reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes);
@@ -186,8 +203,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       Tile::template take_specials<C::kQueries>(stage + C::kTileBytes, specials[1], thread);
       __syncthreads();
     }
-    const unsigned h = first_head + unsigned(tile) / tiles_per_head;
-    const int row = unsigned(tile) % tiles_per_head * C::kQueries;
+    const unsigned h = place.first_head + unsigned(tile) / place.tiles;
+    const int row = unsigned(tile) % place.tiles * C::kQueries;
 #pragma unroll 1
     for (int step = 0; step < C::kQueries; step += 16) {
       const uint32_t q_tile = stage + step * Tile::kRowBytes, dout_tile = q_tile + C::kTileBytes;
@@ -208,7 +225,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         hides = elementwise || !__all_sync(~0u, r.begin <= at.key && r.end >= at.key + C::kWarpKeys);
       }
       if (seen && (C::kGeneral || hides)) {
-        visible = visible_pairs<C::kMt, 2, true, !C::kGeneral>(p.mask, at, thread_index() % 32);
+        if (C::kGeneral && elementwise)
+          visible = visible_pairs<C::kMt, 2, true, false>(p.mask, at, thread_index() % 32);
+        else
+          visible = visible_pairs<C::kMt, 2, true, true>(p.mask, at, thread_index() % 32);
         if (C::kGeneral) seen = __any_sync(~0u, visible);
       }
       if (seen) {
@@ -240,7 +260,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     if constexpr (C::kQueryGradient) {
       __syncthreads();
-      float* to = p.dq_sum + int64_t(first_block + tile) * (C::kQueries * C::kHead);
+      float* to = p.dq_sum + int64_t(place.first_block + tile) * (C::kQueries * C::kHead);
       add_query_gradient<T, C, Tile>(base + C::kGradientAt, k_tile, to, thread_index());
     }
     if (C::kStages == 1) {
@@ -254,9 +274,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __syncthreads();
   const uint32_t staging = base + warp * C::kWarpKeys * Tile::kRowBytes;
   const int own = first_key + own_keys;
-  store_rows<T, Tile>(dv, 1.0f, key_rows<T>(p.dv, sequence, hk, p.Dv), own, column, p.aligned_dv, staging, lane);
-  store_rows<T, Tile>(dk, float(p.scale), key_rows<T>(p.dk, sequence, hk, p.D), own, column, p.aligned_dk, staging,
-                      lane);
+  store_rows<T, Tile>(dv, 1.0f, key_rows<T>(p.dv, sequence, place.hk, p.Dv), own, column, p.aligned_dv, staging, lane);
+  store_rows<T, Tile>(dk, float(p.scale), key_rows<T>(p.dk, sequence, place.hk, p.D), own, column, p.aligned_dk,
+                      staging, lane);
 }
 
 template <class T, class C>

@@ -10,6 +10,7 @@
 #include "error.h"
 #include "exact_sum.cuh"
 #include "launch.h"
+#include "span.cuh"
 #include "tile_sm80.cuh"
 
 namespace mha::cuda {
@@ -163,7 +164,9 @@ __global__ void __launch_bounds__(C::kThreads)
 
   Acc s[4][4], o[4][C::kColumns / 8] = {};
   const T* values = key_rows<T>(p.v, sequence, h / unsigned(p.H / p.Hk), p.Dv).data + first_column;
+  auto shows = [&](int key) { return mask_tile_code(p.tiles, b, h, first_row, C::kRows, key, C::kKeys) & kShowsSome; };
   for (int key = begin / C::kKeys * C::kKeys; key < end; key += C::kKeys) {
+    if (!shows(key)) continue;
     const uint32_t hidden = simple_scores<C>(s, shared, p, sequence, h, first_row, key, row);
     simple_softmax(s, row, o);
     if (p.dropout.rng_state) simple_dropout(s, p, bh, first_row, key);
@@ -218,7 +221,7 @@ __global__ void __launch_bounds__(C::kThreads)
 
   T* weights = static_cast<T*>(p.weights.data) + int64_t(bh) * Sq * Sk;
   for (int key = 0; key < Sk; key += C::kKeys) {
-    const bool seen = key < end && key + C::kKeys > begin;
+    const bool seen = key < end && key + C::kKeys > begin && shows(key);
     if (seen) simple_scores<C>(s, shared, p, sequence, h, first_row, key, row);
 #pragma unroll
     for (int r = 0; r < 4; ++r)

@@ -258,8 +258,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   }
   __syncthreads();
   const Span &own = spans[warp], &all = spans[C::kWarps];
-  int tile = place.tile;
   const int& tile_end = place.tile_end;
+  // The first tile from there on that the mask's blocks and the like show something of, with its code.
+  uint32_t code = kShowsSome;
+  auto visible_tile = [&](int tile) -> int {
+    if constexpr (C::kGeneral) {
+      for (; tile < tile_end; ++tile) {
+        code = mask_tile_code(p.tiles, place.sequence.b, place.h, place.row, C::kBlockM, tile * C::kBlockN, C::kBlockN);
+        if (code & kShowsSome) break;
+      }
+    }
+    return tile;
+  };
+  int tile = visible_tile(place.tile);
   typename Tile::template Loader<C::kBlockN> key_loader(key_rows<T>(p.k, sequence, hk, p.D), tile * C::kBlockN, thread),
       value_loader(key_rows<T>(p.v, sequence, hk, p.Dv), tile * C::kBlockN, thread);
   auto load_keys_and_values = [&](int tile, uint32_t stage) {
@@ -290,8 +301,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int d = 0; d < C::kHead / 16; ++d) ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
   }
 
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
-  for (uint32_t stage = stages; tile < tile_end; ++tile) {
+  for (uint32_t stage = stages; tile < tile_end;) {
+    const bool elementwise = C::kGeneral && (code & kHidesSome);
     cp_async_wait<0>();
     bool nonfinite = false;
     if (elementwise || tile * C::kBlockN < all.full_begin || (tile + 1) * C::kBlockN > all.full_end)
@@ -299,7 +310,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     else
       __syncthreads();
     const uint32_t next = stages + (stages + 2 * C::kTileBytes - stage);
-    if (tile + 1 < tile_end) load_keys_and_values(tile + 1, next);
+    const int next_tile = visible_tile(tile + 1);
+    if (next_tile < tile_end) {
+      if (C::kGeneral) key_loader.skip(next_tile - tile - 1), value_loader.skip(next_tile - tile - 1);
+      load_keys_and_values(next_tile, next);
+    }
     if (nonfinite) {
       Tile::template take_specials<C::kBlockN>(stage + C::kTileBytes, specials, thread);
       __syncthreads();
@@ -316,7 +331,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       if (!whole) {
         if (key >= own.end || key + C::kStep <= own.begin) continue;
         if constexpr (C::kGeneral) {
-          visible = visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane);
+          visible = elementwise ? visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane)
+                                : visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);
           if (elementwise && !__any_sync(~0u, visible)) continue;
         }
         hides = true;
@@ -342,6 +358,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
     }
     stage = next;
+    tile = next_tile;
   }
   cp_async_wait<0>();
   __syncthreads();

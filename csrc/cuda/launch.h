@@ -1,6 +1,7 @@
 // What the host works out once per launch, passed to the kernels by value beside the contract.
 #pragma once
 #include "../attention.h"
+#include "mask_tiles.h"
 
 namespace mha::cuda {
 
@@ -35,6 +36,7 @@ inline bool aligned_16(const Tensor4& t, std::size_t element) {
 
 struct AttentionForwardLaunch : AttentionForward, Numbers {
   bool aligned_q = false, aligned_k = false, aligned_v = false, aligned_out = false;  // rows at multiples of 16 bytes
+  MaskTiles tiles;
   int query_tiles = 1;
   int splits = 1;                 // over keys, merged afterwards
   float* partial_out = nullptr;   // [splits,B,H,Sq,head size of the instance]

@@ -88,6 +88,9 @@ struct TileSm80 {
       from_ += kRows * stride_;
     }
 
+    // Leaves out some tiles.
+    __device__ void skip(int tiles) { from_ += int64_t(tiles) * kRows * stride_; }
+
    private:
     template <bool kEdge>
     __device__ void load_async(uint32_t tile, int rows_left) const {
