@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       Interval interval = row_interval(p.mask, sequence.b, i, sequence.Sk, sequence.shift);
       lse = static_cast<const A*>(p.lse)[row];
       if (p.lse_rest) rest = static_cast<const A*>(p.lse_rest)[row];
-      // A row that sees nothing but the sink has a weighted sum of 0, whatever its dout holds.
-      const A above = sink - lse, dot = above == 0 && rest == 0 ? A(0) : delta[r];
+      // A row that sees nothing but the sink has out 0, whatever its dout holds.
+      const A above = sink - lse, dot = above == 0 && rest == 0 && !isfinite(delta[r]) ? A(0) : delta[r];
       const A gradient = (p.dlse ? static_cast<const A*>(p.dlse)[row] : A(0)) - dot;
       if (sink != A(-INFINITY)) sink_sum += exp(above - rest) * gradient;
       if (interval.begin < interval.end && lse != A(-INFINITY)) {
