@@ -58,11 +58,21 @@ MHA_HD inline Interval row_interval(const Mask& m, int64_t b, int64_t i, int64_t
   return {begin, max64(begin, end)};
 }
 
+// The place of a row's or key's block among the others. GPUs divide 32 bits much faster, and their problems are
+// smaller.
+MHA_HD inline int64_t block_of(const Mask& m, int64_t i) {
+#ifdef __CUDA_ARCH__
+  return m.block_size > i ? 0 : uint32_t(i) / uint32_t(m.block_size);
+#else
+  return i / m.block_size;
+#endif
+}
+
 // Documents, blocks and the dense mask, for a key inside row_interval.
 MHA_HD inline bool visible_in_interval(const Mask& m, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (m.query_ids && m.query_ids[b * m.query_ids_stride_b + i] != m.key_ids[b * m.key_ids_stride_b + j]) return false;
-  if (m.blocks && !m.blocks[b * m.blocks_stride_b + h * m.blocks_stride_h + i / m.block_size * m.blocks_stride_q +
-                            j / m.block_size * m.blocks_stride_k])
+  if (m.blocks && !m.blocks[b * m.blocks_stride_b + h * m.blocks_stride_h + block_of(m, i) * m.blocks_stride_q +
+                            block_of(m, j) * m.blocks_stride_k])
     return false;
   return !m.dense ||
          m.dense[b * m.dense_stride_b + h * m.dense_stride_h + i * m.dense_stride_q + j * m.dense_stride_k] != 0;

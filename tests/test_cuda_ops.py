@@ -222,6 +222,23 @@ def test_graph_capture_and_replay_with_new_values():
     assert "replayed" in in_a_process_of_its_own(GRAPH, PTXSIM_TORCH_CACHING="1")
 
 
+OLD = """
+import torch, mha_ext
+q = torch.zeros(1, 1, 4, 8).cuda()
+try:
+    mha_ext.attention(q, q, q)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_gpu_without_the_instructions_is_refused():
+    if not torch.cuda.get_device_name().startswith("ptxsim"):
+        pytest.skip("only the simulation can be an older GPU")
+    said = in_a_process_of_its_own(OLD, PTXSIM_DEVICE="sm_75")
+    assert "compute capability 7.x; mha_ext's CUDA kernels need 8.0 or later: move the tensors to the CPU" in said
+
+
 def test_tensors_on_two_devices_are_refused():
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="cuda:0, cpu, cpu; accepted: one device"):

@@ -17,7 +17,7 @@ struct Plan {
   const Kernel *dkv = nullptr, *dq = nullptr;
   const Kernel* dbias = nullptr;  // null: attention_bwd_dbias_simple
   AttentionBackwardLaunch launch;
-  std::size_t rows_bytes = 0, spans_bytes = 0, dq_sum_bytes = 0;
+  std::size_t rows_bytes = 0, spans_bytes = 0, sinks_bytes = 0, dq_sum_bytes = 0, tiles_bytes = 0;
 };
 
 // What an instance that is not general leaves out.
@@ -54,7 +54,8 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dq = aligned_16(p.dq, size);
   launch.aligned_dk = aligned_16(p.dk, size);
   launch.aligned_dv = aligned_16(p.dv, size);
-  launch.row_blocks = int((p.Sq + 2 * kRowBlock - 1) / (2 * kRowBlock) * 2);
+  launch.row_blocks = int(row_blocks_of(p.Sq));
+  plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
   if (!p.deterministic) plan.main = find(k_attention_bwd_sm80, launch);
   if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
   if (plan.main) {
@@ -63,39 +64,36 @@ Plan plan(const AttentionBackward& p) {
     plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
     plan.dq = find(k_attention_bwd_dq_sm80, launch);
   }
-  const bool all_pairs = (p.dbias.stride[2] || p.Sq == 1) && (p.dbias.stride[3] || p.Sk == 1);
+  const Kernel* on_tensor_cores = plan.main ? plan.main : plan.dkv;
+  launch.base_2 = on_tensor_cores && !on_tensor_cores->general;
+  const bool all_pairs = !p.bias_relative && (p.dbias.stride[2] || p.Sq == 1) && (p.dbias.stride[3] || p.Sk == 1);
   if (p.dbias.data && all_pairs) plan.dbias = find(k_attention_bwd_dbias_sm80, launch);
-  const std::size_t blocks = std::size_t(p.B * p.H) * launch.row_blocks;
+  const std::size_t blocks = std::size_t(row_blocks_in_all(p));
   plan.rows_bytes = blocks * (accumulate == 8 ? sizeof(RowBlock<double>) : sizeof(RowBlock<float>));
   plan.spans_bytes = blocks * sizeof(Span);
+  if (p.dsinks) plan.sinks_bytes = blocks * accumulate;
   if (plan.main) plan.dq_sum_bytes = blocks * kRowBlock * plan.main->head * sizeof(float);
   return plan;
 }
 
 template <class T, class A>
-void run(Plan& plan, cudaStream_t stream) {
-  AttentionBackwardLaunch launch = plan.launch;
-  auto prepare = [&](bool base_2) {
-    launch.base_2 = base_2;
-    launch_attention_bwd_rows<T, A>(launch, stream);
-  };
+void run(const Plan& plan, cudaStream_t stream) {
+  const AttentionBackwardLaunch& launch = plan.launch;
+  launch_attention_bwd_rows<T, A>(launch, stream);
   if (plan.main) {
-    prepare(true);
     check(cudaMemsetAsync(launch.dq_sum, 0, plan.dq_sum_bytes, stream), "cudaMemsetAsync");
     plan.main->launch(launch, stream);
     plan.round->launch(launch, stream);
   } else if (plan.dkv) {
-    prepare(true);
     plan.dkv->launch(launch, stream);
     plan.dq->launch(launch, stream);
   } else {
-    prepare(false);
     launch_attention_bwd_simple<T, A, BackwardRole::dq>(launch, stream);
     launch_attention_bwd_simple<T, A, BackwardRole::dk>(launch, stream);
     launch_attention_bwd_simple<T, A, BackwardRole::dv>(launch, stream);
   }
   if (!launch.dbias.data) return;
-  if (launch.base_2 != bool(plan.dbias)) prepare(bool(plan.dbias));
+  if (launch.bias_relative) return launch_attention_bwd_dbias_relative<T, A>(launch, stream);
   if (plan.dbias) return plan.dbias->launch(launch, stream);
   launch_attention_bwd_simple<T, A, BackwardRole::dbias>(launch, stream);
 }
@@ -104,7 +102,7 @@ void run(Plan& plan, cudaStream_t stream) {
 
 std::size_t attention_bwd_workspace(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.rows_bytes + plan.spans_bytes + plan.dq_sum_bytes;
+  return plan.rows_bytes + plan.spans_bytes + plan.sinks_bytes + plan.dq_sum_bytes + plan.tiles_bytes;
 }
 
 const char* attention_bwd_kernel(const AttentionBackward& p) {
@@ -119,6 +117,9 @@ void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t str
   plan.launch.rows = free;
   plan.launch.dq_sum = reinterpret_cast<float*>(free += plan.rows_bytes);
   plan.launch.spans = reinterpret_cast<Span*>(free += plan.dq_sum_bytes);
+  plan.launch.sink_sums = free += plan.spans_bytes;
+  if (plan.tiles_bytes) plan.launch.tiles.code = reinterpret_cast<uint8_t*>(free += plan.sinks_bytes);
+  mask_tiles(plan.launch, plan.launch.tiles, stream);
   switch (p.dtype) {
     case DType::f64:
       return run<double, double>(plan, stream);

@@ -11,9 +11,11 @@ __global__ void __launch_bounds__(C::kThreads)
   using Tile = TileSm80<T, 32, C::kThreads>;
   __shared__ __align__(128) unsigned char shared[C::kWarps * 16 * C::kDqMt * Tile::kRowBytes];
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned block = blockIdx.x % p.row_blocks, bh = blockIdx.x / p.row_blocks, b = bh / unsigned(p.H),
-                 h = bh % unsigned(p.H);
-  const float* from = p.dq_sum + int64_t(blockIdx.x) * (kRowBlock * C::kHead) + warp * (C::kDqMt * 16 * 32) + lane;
+  const unsigned block = blockIdx.x % p.row_blocks, bh = blockIdx.x / p.row_blocks, h = bh % unsigned(p.H);
+  const Sequence sequence = cuda::sequence(p, bh / unsigned(p.H));
+  if (block >= sequence.row_blocks) return;
+  const float* from =
+      p.dq_sum + int64_t(row_block(sequence, h, block)) * (kRowBlock * C::kHead) + warp * (C::kDqMt * 16 * 32) + lane;
   float dq[C::kDqMt][4][4];
 #pragma unroll
   for (int m = 0; m < C::kDqMt; ++m)
@@ -22,7 +24,7 @@ __global__ void __launch_bounds__(C::kThreads)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dq[m][n][e] = from[((m * 4 + n) * 4 + e) * 32];
   const unsigned first_row = warp % C::kDqRowWarps * 16 * C::kDqMt, column = warp / C::kDqRowWarps * 32;
-  store_rows<T, Tile>(dq, float(p.scale), matrix<T>(p.dq, b, h, p.Sq, p.D), block * kRowBlock + first_row, column,
+  store_rows<T, Tile>(dq, float(p.scale), query_rows<T>(p.dq, sequence, h, p.D), block * kRowBlock + first_row, column,
                       p.aligned_dq, shared_address(shared) + warp * 16 * C::kDqMt * Tile::kRowBytes, lane);
 }
 

@@ -32,7 +32,7 @@ struct BackwardQueriesSm80 {
 template <int kMt, int kNt>
 __device__ inline void add_bias_gradient(const Tensor4& dbias, const float (&ds)[kMt][kNt][4], const GradientPlace& at,
                                          uint32_t visible, unsigned lane) {
-  float* base = static_cast<float*>(dbias.data) + at.b * dbias.stride[0] + at.h * dbias.stride[1];
+  float* base = static_cast<float*>(dbias.data) + at.sequence->b * dbias.stride[0] + at.h * dbias.stride[1];
   for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
     if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) return;
     const int64_t row = at.row + fragment_row<false>(m, n, half, e, lane),
@@ -56,20 +56,26 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
+  __shared__ Sequence sequence;
   __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int Sq = int(p.Sq), own_rows = warp * C::kWarpRows;
-  const unsigned bh = b * unsigned(p.H) + h, hk = h / (unsigned(p.H) / unsigned(p.Hk));
+  const int own_rows = warp * C::kWarpRows;
+  const unsigned hk = h / (unsigned(p.H) / unsigned(p.Hk));
+  if (thread == 0) sequence = cuda::sequence(p, b);
+  __syncthreads();
+  if (first_row >= sequence.Sq) return;
   const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : C::kStages * 2 * C::kTileBytes);
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kRows>(matrix<T>(p.q, b, h, Sq, p.D), first_row, aligned, query_at, thread);
-  load_tile<Tile, C::kRows>(matrix<T>(p.dout, b, h, Sq, p.Dv), first_row, aligned, query_at + C::kRowsBytes, thread);
-  const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + int64_t(bh) * p.row_blocks + first_row / kRowBlock;
+  load_tile<Tile, C::kRows>(query_rows<T>(p.q, sequence, h, p.D), first_row, aligned, query_at, thread);
+  load_tile<Tile, C::kRows>(query_rows<T>(p.dout, sequence, h, p.Dv), first_row, aligned, query_at + C::kRowsBytes,
+                            thread);
+  const unsigned first_block = row_block(sequence, h, first_row / kRowBlock);
+  const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + first_block;
   for (unsigned i = thread; i < sizeof(row_blocks) / 16; i += C::kThreads)
     cp_async_16(shared_address(row_blocks) + i * 16, reinterpret_cast<const char*>(blocks) + i * 16, 16);
   cp_async_commit();
-  const Span* spans = p.spans + int64_t(bh) * p.row_blocks + first_row / kRowBlock;
+  const Span* spans = p.spans + first_block;
   Span all = spans[0];
   if (C::kRows > kRowBlock) all = merge(all, spans[1]);
   cp_async_wait<0>();
@@ -89,20 +95,32 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   }
   const RowBlock<float>& rows = row_blocks[own_rows / kRowBlock];
   const int i = own_rows % kRowBlock;
-  const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, Sq, lane);
+  const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, sequence.Sq, lane);
 
   tile = all.begin < all.end ? max(tile, all.begin / C::kKeys) : 0;
   tile_end = all.begin < all.end ? min(tile_end, (all.end + C::kKeys - 1) / C::kKeys) : 0;
   auto load_keys = [&](int n, uint32_t stage) {
-    load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), n * C::kKeys, aligned, stage, thread);
-    load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), n * C::kKeys, aligned, stage + C::kTileBytes, thread);
+    load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, hk, p.D), n * C::kKeys, aligned, stage, thread);
+    load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, hk, p.Dv), n * C::kKeys, aligned, stage + C::kTileBytes,
+                              thread);
     cp_async_commit();
   };
+  uint32_t code = kShowsSome;
+  auto visible_tile = [&](int tile) -> int {
+    if constexpr (C::kGeneral) {
+      for (; tile < tile_end; ++tile) {
+        code = mask_tile_code(p.tiles, sequence.b, h, first_row, C::kRows, tile * C::kKeys, C::kKeys);
+        if (code & kShowsSome) break;
+      }
+    }
+    return tile;
+  };
+  tile = visible_tile(tile);
   if (tile < tile_end) load_keys(tile, base);
   float dq[C::kMt][C::kOt][4] = {};
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
 
-  for (uint32_t stage = base; tile < tile_end; ++tile) {
+  for (uint32_t stage = base; tile < tile_end;) {
+    const bool elementwise = C::kGeneral && (code & kHidesSome);
     cp_async_wait<0>();
     bool nonfinite = false;
     if (elementwise || tile * C::kKeys < all.full_begin || (tile + 1) * C::kKeys > all.full_end)
@@ -110,7 +128,8 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     else
       __syncthreads();
     const uint32_t next = C::kStages == 1 ? base : base + (base + 2 * C::kTileBytes - stage);
-    if (C::kStages > 1 && tile + 1 < tile_end) load_keys(tile + 1, next);
+    const int next_tile = visible_tile(tile + 1);
+    if (C::kStages > 1 && next_tile < tile_end) load_keys(next_tile, next);
     if (nonfinite) {
       Tile::template take_specials<C::kKeys>(stage, specials, thread);
       __syncthreads();
@@ -119,7 +138,7 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     for (int step = 0; step < C::kKeys; step += C::kStep) {
       const int key = tile * C::kKeys + step;
       if (key >= own.end || key + C::kStep <= own.begin) continue;
-      const GradientPlace at = {b,
+      const GradientPlace at = {&sequence,
                                 h,
                                 first_row + own_rows,
                                 key,
@@ -130,7 +149,10 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
       const bool hides = C::kGeneral || key < own.full_begin || key + C::kStep > own.full_end;
       uint32_t visible = ~0u;
       if (hides) {
-        visible = visible_pairs<C::kMt, C::kNt, false, !C::kGeneral>(p.mask, at, lane);
+        if (C::kGeneral && elementwise)
+          visible = visible_pairs<C::kMt, C::kNt, false, false>(p.mask, at, lane);
+        else
+          visible = visible_pairs<C::kMt, C::kNt, false, true>(p.mask, at, lane);
         if (!__any_sync(~0u, visible)) continue;
       }
       const uint32_t k_tile = stage + step * Tile::kRowBytes, v_tile = k_tile + C::kTileBytes;
@@ -154,15 +176,16 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
     }
     if (C::kStages == 1) {
       __syncthreads();
-      if (tile + 1 < tile_end) load_keys(tile + 1, next);
+      if (next_tile < tile_end) load_keys(next_tile, next);
     }
     stage = next;
+    tile = next_tile;
   }
   cp_async_wait<0>();
   __syncthreads();
   if constexpr (!C::kOfBias)
-    store_rows<T, Tile>(dq, float(p.scale), matrix<T>(p.dq, b, h, Sq, p.D), first_row + own_rows, 0, p.aligned_dq,
-                        base + own_rows * Tile::kRowBytes, lane);
+    store_rows<T, Tile>(dq, float(p.scale), query_rows<T>(p.dq, sequence, h, p.D), first_row + own_rows, 0,
+                        p.aligned_dq, base + own_rows * Tile::kRowBytes, lane);
 }
 
 template <class T, class C>
@@ -185,8 +208,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned own = blockIdx.x / row_tiles / key_blocks, B = p.B, H = p.H;
   const unsigned own_heads = p.dbias.stride[1] ? H : 1;
   for (unsigned b = own / own_heads; b < B; b += p.dbias.stride[0] ? B : 1)
-    for (unsigned h = own % own_heads; h < H; h += p.dbias.stride[1] ? H : 1)
+    for (unsigned h = own % own_heads; h < H; h += p.dbias.stride[1] ? H : 1) {
       walk_keys<T, C>(p, b, h, first_row, tile, tile + kBiasTiles);
+      __syncthreads();
+    }
 }
 
 template <class T, class C>

@@ -4,6 +4,7 @@
 // Fragments are as in fragment_sm80.cuh; with kTransposed they hold S^T: keys down, queries across.
 #pragma once
 #include "attention_bwd_launch.h"
+#include "exact_sum.cuh"
 #include "fragment_sm80.cuh"
 #include "prim/mma.cuh"
 #include "tile_sm80.cuh"
@@ -12,7 +13,8 @@ namespace mha::cuda {
 
 // Where a warp's score tile is, and the numbers of its rows.
 struct GradientPlace {
-  unsigned b, h;
+  const Sequence* sequence;
+  unsigned h;
   int row, key;  // of the tile's first element
   const float *negative_lse, *negative_rest, *negative_delta;
   const RowRange* ranges;
@@ -59,7 +61,7 @@ __device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& 
               key = at.key + fragment_key<kTransposed>(m, n, half, e, lane);
     const RowRange r = at.ranges[i];
     bool visible = uint32_t(key - r.begin) < uint32_t(r.end - r.begin);
-    if constexpr (!kIntervalOnly) visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key);
+    if constexpr (!kIntervalOnly) visible = visible && visible_in_interval(mask, at.sequence->b, at.h, at.row + i, key);
     bits |= uint32_t(visible) << fragment_bit<kNt>(m, n, half, e);
   });
   return bits;
@@ -85,13 +87,6 @@ __device__ inline uint32_t kept_bits_transposed(DropoutKey key, uint32_t thresho
 #pragma unroll
   for (int x = 0; x < 4; ++x) bits |= (__shfl_xor_sync(~0u, own, 4 * x) >> c & 0x11111111u) << (c ^ x);
   return bits;
-}
-
-template <class T, class F>
-__device__ inline float element(const Tensor4& t, const GradientPlace& at, int i, int j) {
-  const int64_t row = at.row + i, key = at.key + j;
-  return float(
-      static_cast<const F*>(t.data)[at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
 }
 
 // A number of each of a lane's rows.
@@ -133,31 +128,38 @@ __device__ inline void start_gradients(float (&dp)[kMt][kNt][4], const GradientP
 template <class T, bool kTransposed, bool kGeneral, bool kOfBias, int kMt, int kNt>
 __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kNt][4], const AttentionBackwardLaunch& p,
                                     const GradientPlace& at, bool hides, uint32_t visible, unsigned lane) {
-  constexpr float kLog2e = 1.4426950408889634f;
   float bias[kGeneral ? kMt : 1][kGeneral ? kNt : 1][4];
   uint32_t kept = ~0u;
   if constexpr (kGeneral) {
-    auto read = [&](const Tensor4& t, bool f32, auto use) {
+    auto read = [&](const Tensor4& t, bool f32, int64_t start, auto use) {
       for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
         if (!(visible >> fragment_bit<kNt>(m, n, half, e) & 1)) return;
-        const int i = fragment_row<kTransposed>(m, n, half, e, lane),
-                  j = fragment_key<kTransposed>(m, n, half, e, lane);
-        use(m, n, 2 * half + e, f32 ? element<T, float>(t, at, i, j) : element<T, T>(t, at, i, j));
+        const int64_t i = at.row + fragment_row<kTransposed>(m, n, half, e, lane),
+                      j = at.key + fragment_key<kTransposed>(m, n, half, e, lane);
+        const int64_t from = start + i * t.stride[2] + j * t.stride[3];
+        use(m, n, 2 * half + e,
+            f32 ? static_cast<const float*>(t.data)[from] : float(static_cast<const T*>(t.data)[from]));
       });
     };
     for_fragment<kMt, kNt>([&](int m, int n, int half, int e) { bias[m][n][2 * half + e] = 0; });
-    if (p.bias.data && p.bias_dtype == DType::f32)
-      read(p.bias, true, [&](int m, int n, int e, float x) { bias[m][n][e] = x; });
-    else if (p.bias.data)
-      read(p.bias, false, [&](int m, int n, int e, float x) { bias[m][n][e] = x; });
-    if (p.dweights.data) read(p.dweights, false, [&](int m, int n, int e, float x) { dp[m][n][e] += x; });
+    if (p.bias.data) {
+      const int64_t start = bias_offset(p, p.bias, *at.sequence, at.h, 0, 0);
+      auto use = [&](int m, int n, int e, float x) { bias[m][n][e] = x; };
+      if (p.bias_dtype == DType::f32)
+        read(p.bias, true, start, use);
+      else
+        read(p.bias, false, start, use);
+    }
+    if (p.dweights.data)
+      read(p.dweights, false, at.sequence->b * p.dweights.stride[0] + at.h * p.dweights.stride[1],
+           [&](int m, int n, int e, float x) { dp[m][n][e] += x; });
     if (p.dropout.rng_state) {
       const DropoutKey key = dropout_key(p.dropout.rng_state);
-      const uint32_t batch_head = uint32_t(at.b * p.H + at.h);
+      const uint32_t batch_head = uint32_t(at.sequence->b * p.H + at.h);
       if constexpr (kTransposed)
         kept = kept_bits_transposed<kMt, kNt>(key, p.threshold, batch_head, at, lane);
       else
-        kept = kept_bits<kMt, kNt>(key, p.threshold, batch_head, {at.b, at.h, at.row, at.key, at.ranges}, lane);
+        kept = kept_bits<kMt, kNt>(key, p.threshold, batch_head, {at.sequence, at.h, at.row, at.key, at.ranges}, lane);
     }
   }
   float negative_lse[kRowNumbers<kTransposed, kMt, kNt>], negative_delta[kRowNumbers<kTransposed, kMt, kNt>];
@@ -174,14 +176,14 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
     } else {
       float derivative = 1;
       if (p.cap == 0) {
-        x *= p.scale_log2;
+        x = __fmul_rn(x, p.scale_f32);
       } else {
         const float t = soft_cap(x * p.softcap_scale, 1);
-        x = p.cap * kLog2e * t;
+        x = __fmul_rn(p.cap, t);
         derivative = kOfBias ? 1 : 1 - t * t;
       }
       // Rounded as forward rounds it, since a huge bias leaves nothing else of the score.
-      x = exp2_approx(fmaf(bias[m][n][2 * half + e], kLog2e, x) + negative_lse[i] + negative_rest[i]);
+      x = exp2_approx(to_power_of_two(__fadd_rn(x, bias[m][n][2 * half + e]) + negative_lse[i] + negative_rest[i]));
       const float factor = kept >> fragment_bit<kNt>(m, n, half, e) & 1 ? p.keep_scale : 0;
       g = x * (g * factor + negative_delta[i]) * derivative;
       x *= factor;

@@ -5,7 +5,7 @@
 // for dQ, keys for dK and dV) and kTile of its columns, and walks over tiles of the other side: scores and their
 // gradients come into registers (kPer x kPer per thread), go to shared memory as the matrix W, and are multiplied with
 // the other side's rows. For the gradient of the bias, a block owns a tile of its elements and walks over all that they
-// were broadcast to.
+// were broadcast to; where the bias is relative, it owns tiles along a diagonal.
 #pragma once
 #include "attention_bwd_launch.h"
 #include "error.h"
@@ -29,8 +29,9 @@ struct BackwardSimple {
   };
   // What a block is at: tiles' first rows and keys.
   struct Place {
-    int64_t b, h;
-    int row, key;
+    const Sequence& sequence;
+    unsigned h;
+    int row, key;  // key may be negative
   };
 };
 
@@ -52,8 +53,11 @@ __device__ inline void multiply_rows_simple(A (&c)[S::kPer][S::kPer], const Matr
     __syncthreads();
     for (int n = thread; n < S::kTile * S::kDepth; n += S::kThreads) {
       const int r = n / S::kDepth, d = d0 + n % S::kDepth;
-      shared.x[d - d0][r] = first_x + r < x.rows && d < x.columns ? A(x.data[(first_x + r) * x.stride + d]) : A(0);
-      shared.y[d - d0][r] = first_y + r < y.rows && d < y.columns ? A(y.data[(first_y + r) * y.stride + d]) : A(0);
+      auto at = [&](const Matrix<T>& m, int row) {
+        return unsigned(row) < unsigned(m.rows) && d < m.columns ? A(m.data[row * m.stride + d]) : A(0);
+      };
+      shared.x[d - d0][r] = at(x, first_x + r);
+      shared.y[d - d0][r] = at(y, first_y + r);
     }
     __syncthreads();
 #pragma unroll 4
@@ -92,32 +96,33 @@ template <class S, class A>
 __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename S::Place& at, int row, int key, A s,
                                 A dp) {
   using T = typename S::T;
-  const auto& rows = static_cast<const RowBlock<A>*>(p.rows)[(at.b * p.H + at.h) * p.row_blocks + row / kRowBlock];
+  const Sequence& sequence = at.sequence;
+  const auto& rows = static_cast<const RowBlock<A>*>(p.rows)[row_block(sequence, at.h, row / kRowBlock)];
   const RowRange range = rows.ranges[row % kRowBlock];
-  if (key < range.begin || key >= range.end || !visible_in_interval(p.mask, at.b, at.h, row, key)) return A(-0.0);
-  auto offset = [&](const Tensor4& t) {
-    return at.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3];
-  };
+  if (key < range.begin || key >= range.end || !visible_in_interval(p.mask, sequence.b, at.h, row, key)) return A(-0.0);
   A x = s * A(p.scale), derivative = 1;
   if (p.softcap != 0) {
     const A t = tanh(x / A(p.softcap));
     x = A(p.softcap) * t;
     derivative = 1 - t * t;
   }
-  if (p.bias.data)
-    x += p.bias_dtype == (sizeof(A) == 8 ? DType::f64 : DType::f32)
-             ? static_cast<const A*>(p.bias.data)[offset(p.bias)]
-             : A(static_cast<const T*>(p.bias.data)[offset(p.bias)]);
+  if (p.bias.data) {
+    const int64_t from = bias_offset(p, p.bias, sequence, at.h, row, key);
+    x += p.bias_dtype == (sizeof(A) == 8 ? DType::f64 : DType::f32) ? static_cast<const A*>(p.bias.data)[from]
+                                                                    : A(static_cast<const T*>(p.bias.data)[from]);
+  }
   const A weight = exp(x + rows.negative_lse[row % kRowBlock] + rows.negative_rest[row % kRowBlock]);
   A factor = 1;
   if (p.dropout.rng_state) {
-    const Philox4 words =
-        dropout_words(dropout_key(p.dropout.rng_state), uint32_t(at.b * p.H + at.h), uint32_t(row), uint32_t(key / 4));
+    const Philox4 words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(sequence.b * p.H + at.h),
+                                        uint32_t(row), uint32_t(key / 4));
     const bool keeps = p.dropout.p < 1 && words.word[key % 4] >= p.threshold;
     factor = keeps ? A(1 / (1 - p.dropout.p)) : A(0);
   }
   if constexpr (S::kRole == BackwardRole::dv) return weight * factor + A(0);
-  if (p.dweights.data) dp += A(static_cast<const T*>(p.dweights.data)[offset(p.dweights)]);
+  if (const Tensor4& t = p.dweights; t.data)
+    dp += A(static_cast<const T*>(
+        t.data)[sequence.b * t.stride[0] + at.h * t.stride[1] + row * t.stride[2] + key * t.stride[3]]);
   const A gradient = weight * (dp * factor + rows.negative_delta[row % kRowBlock]);
   if constexpr (S::kRole == BackwardRole::dbias) return gradient;
   return gradient * derivative * A(p.scale) + A(0);
@@ -129,8 +134,8 @@ __device__ inline void pairs_simple(A (&c)[S::kPer][S::kPer], const AttentionBac
                                     const typename S::Place& at, typename S::Shared& shared, int thread) {
   using T = typename S::T;
   const int64_t hk = at.h / (p.H / p.Hk);
-  const Matrix<T> q = matrix<T>(p.q, at.b, at.h, p.Sq, p.D), k = matrix<T>(p.k, at.b, hk, p.Sk, p.D);
-  const Matrix<T> dout = matrix<T>(p.dout, at.b, at.h, p.Sq, p.Dv), v = matrix<T>(p.v, at.b, hk, p.Sk, p.Dv);
+  const Matrix<T> q = query_rows<T>(p.q, at.sequence, at.h, p.D), k = key_rows<T>(p.k, at.sequence, hk, p.D);
+  const Matrix<T> dout = query_rows<T>(p.dout, at.sequence, at.h, p.Dv), v = key_rows<T>(p.v, at.sequence, hk, p.Dv);
   A dp[S::kPer][S::kPer] = {};
   if constexpr (S::kOwnsKeys) {
     multiply_rows_simple<S>(c, k, at.key, q, at.row, shared, thread);
@@ -152,9 +157,12 @@ __device__ inline void keep_simple(const A (&c)[S::kPer][S::kPer], typename S::S
   for_own<S::kPer>([&](int i, int j) { shared.w[thread / 16 + 16 * i][thread % 16 + 16 * j] = c[i][j]; });
 }
 
-__device__ inline bool sees(const AttentionBackwardLaunch& p, int64_t b, int64_t h, int row, int key, int keys) {
-  const Span s = p.spans[(b * p.H + h) * p.row_blocks + row / kRowBlock];
-  return s.begin < key + keys && s.end > key;
+__device__ inline bool sees(const AttentionBackwardLaunch& p, const Sequence& sequence, unsigned h, int row, int key,
+                            int keys) {
+  if (row >= sequence.Sq) return false;
+  const Span s = p.spans[row_block(sequence, h, row / kRowBlock)];
+  return s.begin < key + keys && s.end > key &&
+         mask_tile_code(p.tiles, sequence.b, h, row, keys, key, keys) & kShowsSome;
 }
 
 template <class S>
@@ -164,33 +172,37 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   using A = typename S::A;
   __shared__ typename S::Shared shared;
   constexpr bool kOwnsKeys = S::kOwnsKeys;
-  const int thread = threadIdx.x, Sq = int(p.Sq), Sk = int(p.Sk);
+  const int thread = threadIdx.x;
   const Tensor4& to = S::kRole == BackwardRole::dq ? p.dq : S::kRole == BackwardRole::dk ? p.dk : p.dv;
   const int columns = int(S::kRole == BackwardRole::dv ? p.Dv : p.D),
             column_tiles = (columns + S::kTile - 1) / S::kTile;
-  const int own_tiles = ((kOwnsKeys ? Sk : Sq) + S::kTile - 1) / S::kTile;
+  const int own_tiles = (int(kOwnsKeys ? p.Sk : p.Sq) + S::kTile - 1) / S::kTile;
   const int column = int(blockIdx.x % column_tiles) * S::kTile,
             own = int(blockIdx.x / column_tiles % own_tiles) * S::kTile;
-  const int64_t bh = blockIdx.x / column_tiles / own_tiles, heads = kOwnsKeys ? p.Hk : p.H, b = bh / heads,
-                group = p.H / p.Hk;
-  const int64_t own_head = bh % heads, first_head = kOwnsKeys ? own_head * group : own_head;
+  const unsigned bh = blockIdx.x / column_tiles / own_tiles, heads = unsigned(kOwnsKeys ? p.Hk : p.H),
+                 group = unsigned(p.H / p.Hk);
+  const unsigned own_head = bh % heads, first_head = kOwnsKeys ? own_head * group : own_head;
+  const Sequence sequence = cuda::sequence(p, bh / heads);
+  const int own_rows = kOwnsKeys ? sequence.Sk : sequence.Sq, other_rows = kOwnsKeys ? sequence.Sq : sequence.Sk;
+  if (own >= own_rows) return;
 
   A sum[S::kPer][S::kPer] = {}, w[S::kPer][S::kPer];
-  for (int64_t h = first_head; h < first_head + (kOwnsKeys ? group : 1); ++h)
-    for (int other = 0; other < (kOwnsKeys ? Sq : Sk); other += S::kTile) {
-      const typename S::Place at = {b, h, kOwnsKeys ? other : own, kOwnsKeys ? own : other};
-      if (!sees(p, b, h, at.row, at.key, S::kTile)) continue;
+  for (unsigned h = first_head; h < first_head + (kOwnsKeys ? group : 1); ++h)
+    for (int other = 0; other < other_rows; other += S::kTile) {
+      const typename S::Place at = {sequence, h, kOwnsKeys ? other : own, kOwnsKeys ? own : other};
+      if (!sees(p, sequence, h, at.row, at.key, S::kTile)) continue;
       pairs_simple<S>(w, p, at, shared, thread);
       keep_simple<S>(w, shared, thread);
-      const Matrix<T> x = S::kRole == BackwardRole::dq   ? matrix<T>(p.k, b, h / group, Sk, p.D)
-                          : S::kRole == BackwardRole::dk ? matrix<T>(p.q, b, h, Sq, p.D)
-                                                         : matrix<T>(p.dout, b, h, Sq, p.Dv);
+      const Matrix<T> x = S::kRole == BackwardRole::dq   ? key_rows<T>(p.k, sequence, h / group, p.D)
+                          : S::kRole == BackwardRole::dk ? query_rows<T>(p.q, sequence, h, p.D)
+                                                         : query_rows<T>(p.dout, sequence, h, p.Dv);
       multiply_columns_simple<S>(sum, x, other, column, shared, thread);
     }
   for_own<S::kPer>([&](int i, int j) {
     const int64_t r = own + thread / 16 + 16 * i, d = column + thread % 16 + 16 * j;
-    if (r < (kOwnsKeys ? Sk : Sq) && d < columns)
-      static_cast<T*>(to.data)[b * to.stride[0] + own_head * to.stride[1] + r * to.stride[2] + d] = T(sum[i][j]);
+    const Matrix<T> m =
+        kOwnsKeys ? key_rows<T>(to, sequence, own_head, columns) : query_rows<T>(to, sequence, own_head, columns);
+    if (r < own_rows && d < columns) const_cast<T*>(m.data)[r * m.stride + d] = T(sum[i][j]);
   });
 }
 
@@ -215,14 +227,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int64_t size[4] = {p.B, p.H, p.Sq, p.Sk};
   for (int i = 0; i < 4; ++i) step[i] = p.dbias.stride[i] ? size[i] : i < 2 ? 1 : S::kTile;
   A sum[S::kPer][S::kPer] = {}, w[S::kPer][S::kPer];
-  for (int64_t b = at[0]; b < p.B; b += step[0])
-    for (int64_t h = at[1]; h < p.H; h += step[1])
-      for (int64_t row = at[2]; row < p.Sq; row += step[2])
-        for (int64_t key = at[3]; key < p.Sk; key += step[3]) {
-          if (!sees(p, b, h, int(row), int(key), S::kTile)) continue;
-          pairs_simple<S>(w, p, {b, h, int(row), int(key)}, shared, thread);
+  for (int64_t b = at[0]; b < p.B; b += step[0]) {
+    const Sequence sequence = cuda::sequence(p, unsigned(b));
+    for (unsigned h = unsigned(at[1]); h < p.H; h += unsigned(step[1]))
+      for (int64_t row = at[2]; row < sequence.Sq; row += step[2])
+        for (int64_t key = at[3]; key < sequence.Sk; key += step[3]) {
+          if (!sees(p, sequence, h, int(row), int(key), S::kTile)) continue;
+          pairs_simple<S>(w, p, {sequence, h, int(row), int(key)}, shared, thread);
           for_own<S::kPer>([&](int i, int j) { sum[i][j] += w[i][j]; });
         }
+  }
   keep_simple<S>(sum, shared, thread);
   __syncthreads();
   const bool all_rows = p.dbias.stride[2] == 0, all_keys = p.dbias.stride[3] == 0;
@@ -235,6 +249,56 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (row < p.Sq && key < p.Sk)
       static_cast<A*>(p.dbias.data)[at[0] * p.dbias.stride[0] + at[1] * p.dbias.stride[1] + row * p.dbias.stride[2] +
                                     key * p.dbias.stride[3]] = x;
+  }
+}
+
+// The gradient of a relative bias: sums over diagonals. A block owns the tiles along one diagonal of tiles, which hold
+// parts of 2 * kTile - 1 diagonals. It adds to those that the next and the last diagonal of tiles hold the other parts
+// of, so every second diagonal of tiles takes part in a launch.
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    attention_bwd_dbias_relative(const __grid_constant__ AttentionBackwardLaunch p, int diagonals, int parity) {
+  using A = typename S::A;
+  __shared__ typename S::Shared shared;
+  const int thread = threadIdx.x, Sq = int(p.Sq), Sk = int(p.Sk), row_tiles = (Sq + S::kTile - 1) / S::kTile;
+  // The first tile's first key less its row; a sequence's own is shifted.
+  const int diagonal = (int(blockIdx.x) % diagonals * 2 + parity - row_tiles) * S::kTile;
+  const Tensor4& to = p.dbias;
+  const unsigned own = blockIdx.x / diagonals, B = unsigned(p.B), H = unsigned(p.H), heads = to.stride[1] ? H : 1;
+  A sum[S::kPer][S::kPer] = {}, w[S::kPer][S::kPer];
+  for (unsigned b = own / heads; b < B; b += to.stride[0] ? B : 1) {
+    const Sequence sequence = cuda::sequence(p, b);
+    for (unsigned h = own % heads; h < H; h += to.stride[1] ? H : 1)
+      for (int row = 0; row < sequence.Sq; row += S::kTile) {
+        const int key = row + diagonal + sequence.shift;
+        if (!sees(p, sequence, h, row, key, S::kTile)) continue;
+        pairs_simple<S>(w, p, {sequence, h, row, key}, shared, thread);
+        for_own<S::kPer>([&](int i, int j) { sum[i][j] += w[i][j]; });
+      }
+  }
+  keep_simple<S>(sum, shared, thread);
+  __syncthreads();
+  for (int n = thread; n < 2 * S::kTile - 1; n += S::kThreads) {
+    const int d = n - (S::kTile - 1);
+    A x = 0;
+    for (int i = max(0, -d); i < S::kTile - max(0, d); ++i) x += shared.w[i][i + d];
+    if (diagonal + d > -Sq && diagonal + d < Sk)
+      static_cast<A*>(to.data)[own / heads * to.stride[0] + own % heads * to.stride[1] + diagonal + d] += x;
+  }
+}
+
+template <class T, class A>
+void launch_attention_bwd_dbias_relative(const AttentionBackwardLaunch& p, cudaStream_t stream) {
+  using S = BackwardSimple<T, A, BackwardRole::dbias>;
+  const char* name = "attention_bwd_dbias_relative";
+  auto tiles = [](int64_t n) { return (n + S::kTile - 1) / S::kTile; };
+  const int64_t owners = (p.dbias.stride[0] ? p.B : 1) * (p.dbias.stride[1] ? p.H : 1);
+  const int64_t diagonals = (tiles(p.Sq) + tiles(p.Sk) + 2) / 2;
+  if (owners == 0) return;
+  for (int parity = 0; parity < 2; ++parity) {
+    attention_bwd_dbias_relative<S>
+        <<<grid_size(diagonals * owners, name), S::kThreads, 0, stream>>>(p, int(diagonals), parity);
+    check(cudaGetLastError(), name);
   }
 }
 

@@ -64,10 +64,11 @@ struct RowTileWalk {
   uint32_t seen;   // which of the 32 tiles around it are still to be visited
 };
 
-// The tile after walk.tile, for `count` tiles of kQueries rows and keys [key_begin, key_end), or -1.
-template <int kQueries, class Walk>
-__device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, int key_begin, int key_end,
-                                    unsigned lane) {
+// The tile after walk.tile, for `count` tiles of kQueries rows and keys [key_begin, key_end), or -1. shows: whether the
+// mask's blocks and the like show something of a tile.
+template <int kQueries, class Walk, class F>
+__device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, int key_begin, int key_end, unsigned lane,
+                                    F shows) {
   constexpr int kPerBlock = kRowBlock / kQueries;
   uint32_t seen = walk.seen;
   int base = walk.tile & ~31;
@@ -75,8 +76,8 @@ __device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, in
     base += 32;
     if (base >= count) return -1;
     const int n = base + int(lane);
-    seen =
-        __ballot_sync(~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin);
+    seen = __ballot_sync(
+        ~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin && shows(n));
   }
   walk.seen = seen & (seen - 1);
   return base + __ffs(seen) - 1;
@@ -86,33 +87,31 @@ __device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, in
 struct BackwardPlace {
   int first_key;
   int tiles;  // of queries, of all the group's heads
-  unsigned b, hk;
+  unsigned hk;
   unsigned first_head, first_block;  // the group's first query head, and that head's first row block
   bool nonfinite_keys;
 };
 
 // Brings the block's keys and values to shared memory and, if C::kHeld, on to registers.
 template <class T, class C>
-__device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackwardLaunch& p, uint32_t k_tile,
-                                          uint32_t v_tile) {
+__device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackwardLaunch& p, const Sequence& sequence,
+                                          uint32_t k_tile, uint32_t v_tile) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   const unsigned thread = threadIdx.x, lane = thread % 32, group = unsigned(p.H) / unsigned(p.Hk);
-  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys, bhk = blockIdx.x / key_tiles;
-  const unsigned b = bhk / unsigned(p.Hk), hk = bhk % unsigned(p.Hk);
+  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys, hk = blockIdx.x / key_tiles % unsigned(p.Hk);
   const int first_key = blockIdx.x % key_tiles * C::kKeys;
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kKeys>(matrix<T>(p.k, b, hk, p.Sk, p.D), first_key, aligned, k_tile, thread);
-  load_tile<Tile, C::kKeys>(matrix<T>(p.v, b, hk, p.Sk, p.Dv), first_key, aligned, v_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.k, sequence, hk, p.D), first_key, aligned, k_tile, thread);
+  load_tile<Tile, C::kKeys>(key_rows<T>(p.v, sequence, hk, p.Dv), first_key, aligned, v_tile, thread);
   cp_async_commit();
   cp_async_wait<0>();
   const bool nonfinite = C::kQueryGradient && Tile::template any_nonfinite<C::kKeys>(k_tile, thread);
   const BackwardPlace place = {first_key,
-                               int(group * p.row_blocks * (kRowBlock / C::kQueries)),
-                               b,
+                               int(group * sequence.row_blocks * (kRowBlock / C::kQueries)),
                                hk,
                                hk * group,
-                               (b * unsigned(p.H) + hk * group) * p.row_blocks,
+                               row_block(sequence, hk * group, 0),
                                bool(__syncthreads_or(nonfinite))};
   if constexpr (C::kHeld) {
     const uint32_t a_lane = C::own_keys(thread) * Tile::kRowBytes + Tile::lane_b(lane);
@@ -129,15 +128,16 @@ __device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackw
 
 // Starts to bring a tile of queries, of dout, and of numbers of their rows to a stage.
 template <class T, class C, class Place>
-__device__ inline void load_queries(const AttentionBackwardLaunch& p, const Place& place, int tile, uint32_t stage) {
+__device__ inline void load_queries(const AttentionBackwardLaunch& p, const Sequence& sequence, const Place& place,
+                                    int tile, uint32_t stage) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   constexpr int kPerBlock = kRowBlock / C::kQueries;
-  const unsigned thread = thread_index(), tiles_per_head = p.row_blocks * kPerBlock;
-  const unsigned b = place.b, h = place.first_head + unsigned(tile) / tiles_per_head;
+  const unsigned thread = thread_index(), tiles_per_head = sequence.row_blocks * kPerBlock;
+  const unsigned h = place.first_head + unsigned(tile) / tiles_per_head;
   const int row = unsigned(tile) % tiles_per_head * C::kQueries;
   const bool aligned = !C::kGeneral || p.aligned;
-  load_tile<Tile, C::kQueries>(matrix<T>(p.q, b, h, p.Sq, p.D), row, aligned, stage, thread);
-  load_tile<Tile, C::kQueries>(matrix<T>(p.dout, b, h, p.Sq, p.Dv), row, aligned, stage + C::kTileBytes, thread);
+  load_tile<Tile, C::kQueries>(query_rows<T>(p.q, sequence, h, p.D), row, aligned, stage, thread);
+  load_tile<Tile, C::kQueries>(query_rows<T>(p.dout, sequence, h, p.Dv), row, aligned, stage + C::kTileBytes, thread);
   const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + place.first_block + tile / kPerBlock;
   if (thread < sizeof(*rows) / 16)
     cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
@@ -166,8 +166,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
   __shared__ BackwardPlace shared_place;
   const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
+  __shared__ Sequence sequence;
+  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
+  if (threadIdx.x == 0) sequence = cuda::sequence(p, blockIdx.x / key_tiles / unsigned(p.Hk));
+  __syncthreads();
+  if (int(blockIdx.x % key_tiles * C::kKeys) >= sequence.Sk) return;
   WarpKeys<C> own;
-  const BackwardPlace found = load_keys<T, C>(own, p, k_tile, v_tile);
+  const BackwardPlace found = load_keys<T, C>(own, p, sequence, k_tile, v_tile);
   // Registers are short, except where warps work in pairs: what is needed once a tile is kept in shared memory, and
   // read anew at each use (volatile).
   if (!C::kPairs && threadIdx.x == 0) shared_place = found;
@@ -185,10 +190,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     else
       return static_cast<volatile RowTileWalk&>(shared_walks[thread_index() / 32]);
   };
+  auto tile_code = [&](int tile) -> uint32_t {
+    if constexpr (!C::kGeneral) return kShowsSome;
+    const unsigned tiles_per_head = sequence.row_blocks * (kRowBlock / C::kQueries);
+    const unsigned h = place().first_head + unsigned(tile) / tiles_per_head;
+    return mask_tile_code(p.tiles, sequence.b, h, unsigned(tile) % tiles_per_head * C::kQueries, C::kQueries,
+                          place().first_key, C::kKeys);
+  };
   auto next_tile = [&] {
     const int first_key = place().first_key;
     const int next = next_row_tile<C::kQueries>(walk(), p.spans + place().first_block, place().tiles, first_key,
-                                                first_key + C::kKeys, thread_index() % 32);
+                                                first_key + C::kKeys, thread_index() % 32,
+                                                [&](int tile) { return tile_code(tile) & kShowsSome; });
     walk().next = next;
     return next;
   };
@@ -196,19 +209,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   walk().seen = 0;
   uint32_t stage = base;
   auto next_stage = [&] { return C::kStages == 1 ? base : base + (base + C::kStageBytes - stage); };
-  if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, place(), tile, stage);
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
+  if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, sequence, place(), tile, stage);
 
   for (int number; (number = walk().next) >= 0;) {
     walk().tile = number;
+    const bool elementwise = tile_code(number) & kHidesSome;
     cp_async_wait<0>();
     __syncthreads();
     uint16_t* specials = reinterpret_cast<uint16_t*>(shared + (C::kStages == 1 ? C::kSpecialsAt : next_stage() - base));
     QueryTile tile = {stage, reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes),
-                      specials};
+                      specials, &sequence, elementwise};
     if constexpr (C::kGeneral || C::kQueries < kRowBlock) {
-      const unsigned tiles_per_head = p.row_blocks * (kRowBlock / C::kQueries);
-      tile.b = place().b;
+      const unsigned tiles_per_head = sequence.row_blocks * (kRowBlock / C::kQueries);
       tile.h = place().first_head + unsigned(number) / tiles_per_head;
       tile.row = unsigned(number) % tiles_per_head * C::kQueries;
     }
@@ -218,7 +230,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     const bool nonfinite = edge && take_tile_specials<T, C>(stage, specials);
     walk().nonfinite = nonfinite;
     if (const int next = next_tile(); next >= 0 && C::kStages > 1 && !nonfinite)
-      load_queries<T, C>(p, place(), next, next_stage());
+      load_queries<T, C>(p, sequence, place(), next, next_stage());
     if (!C::kGeneral && !edge)  // most tiles need no look at what their rows see
       add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base + C::kGradientAt);
     else
@@ -232,20 +244,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     if (C::kStages == 1 || walk().nonfinite) {  // the next stage was still in use
       __syncthreads();
-      if (const int next = walk().next; next >= 0) load_queries<T, C>(p, place(), next, next_stage());
+      if (const int next = walk().next; next >= 0) load_queries<T, C>(p, sequence, place(), next, next_stage());
     }
     stage = next_stage();
   }
 
   cp_async_wait<0>();
   __syncthreads();
-  const unsigned thread = thread_index(), column = C::column(thread), b = place().b, hk = place().hk;
+  const unsigned thread = thread_index(), column = C::column(thread), hk = place().hk;
   const uint32_t staging = base + thread / 32 * C::kWarpKeys * Tile::kRowBytes;
   const int first = place().first_key + C::own_keys(thread);
-  store_rows<T, Tile>(own.dv, 1.0f, matrix<T>(p.dv, b, hk, p.Sk, p.Dv), first, column, p.aligned_dv, staging,
+  store_rows<T, Tile>(own.dv, 1.0f, key_rows<T>(p.dv, sequence, hk, p.Dv), first, column, p.aligned_dv, staging,
                       thread % 32);
-  store_rows<T, Tile>(own.dk, float(p.scale), matrix<T>(p.dk, b, hk, p.Sk, p.D), first, column, p.aligned_dk, staging,
-                      thread % 32);
+  store_rows<T, Tile>(own.dk, float(p.scale), key_rows<T>(p.dk, sequence, hk, p.D), first, column, p.aligned_dk,
+                      staging, thread % 32);
 }
 
 template <class T, class C>

@@ -19,15 +19,17 @@ struct QueryTile {
   uint32_t stage;  // queries, then dout
   const RowBlock<float>* rows;
   const uint16_t* specials;  // NaN and Inf that were taken out of the queries, then of dout
-  unsigned b = 0, h = 0;     // for kernels that do everything
-  int row = 0;               // the first one; where a tile is a row block, also only for these
+  const Sequence* sequence;
+  bool elementwise;  // the mask's blocks and the like hide some of it
+  unsigned h = 0;    // for kernels that do everything
+  int row = 0;       // the first one; where a tile is a row block, also only for these
 };
 
 template <class C>
 __device__ inline GradientPlace gradient_place(const QueryTile& tile, int step, int key) {
   // A stage has the numbers of a whole row block, the tile's rows among them.
   const int i = C::kQueries == kRowBlock ? step : tile.row % kRowBlock + step;
-  return {tile.b,
+  return {tile.sequence,
           tile.h,
           tile.row + step,
           key,
@@ -92,7 +94,8 @@ __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaun
   uint32_t visible = ~0u, a[C::kMt][4] = {};
   bool seen = !edge || any_seen<C, 16>(at, lane);
   if (C::kGeneral && seen) {
-    visible = visible_pairs<C::kMt, 2, true, false>(p.mask, at, lane);
+    visible = tile.elementwise ? visible_pairs<C::kMt, 2, true, false>(p.mask, at, lane)
+                               : visible_pairs<C::kMt, 2, true, true>(p.mask, at, lane);
     seen = __any_sync(~0u, visible);
   }
   if (seen) {

@@ -3,6 +3,7 @@
 #include "error.h"
 #include "exact_sum.cuh"
 #include "launch.h"
+#include "sequence.cuh"
 
 namespace mha::cuda {
 
@@ -13,6 +14,9 @@ __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__
   const int64_t rows = p.B * p.H * p.Sq, row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;
+  const unsigned bh = unsigned(row / p.Sq), i = unsigned(row - int64_t(bh) * p.Sq), H = unsigned(p.H), h = bh % H;
+  const Sequence sequence = cuda::sequence(p, bh / H);
+  if (int(i) >= sequence.Sq) return;
   const float part = lane < p.splits ? p.partial_lse[lane * rows + row] : -INFINITY;
   float top = part;
 #pragma unroll
@@ -23,14 +27,20 @@ __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__
   float sum = weight;
 #pragma unroll
   for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if (lane == 0) {
-    const ExactSum<float> log = sum == 0 ? ExactSum<float>{-INFINITY, 0} : exact_sum(top, logf(sum));
-    static_cast<float*>(p.lse)[row] = log.value;
-    if (p.lse_rest) static_cast<float*>(p.lse_rest)[row] = log.rest;
+  ExactSum<float> log = sum == 0 ? ExactSum<float>{-INFINITY, 0} : exact_sum(top, logf(sum));
+  float factor = sum == 0 ? 0 : weight / sum;
+  if (p.sinks) {
+    const WithSink<float> all = add_sink(log, static_cast<const float*>(p.sinks)[h]);
+    log = all.lse;
+    factor *= all.factor;
   }
-  const float factor = sum == 0 ? 0 : weight / sum;
-  const unsigned bh = unsigned(row / p.Sq), i = unsigned(row - int64_t(bh) * p.Sq), H = unsigned(p.H);
-  T* out = static_cast<T*>(p.out.data) + bh / H * p.out.stride[0] + bh % H * p.out.stride[1] + i * p.out.stride[2];
+  if (lane == 0) {
+    const int64_t at = first_row(p, sequence, h) + i;
+    static_cast<float*>(p.lse)[at] = log.value;
+    if (p.lse_rest) static_cast<float*>(p.lse_rest)[at] = log.rest;
+  }
+  T* out = static_cast<T*>(p.out.data) + sequence.b * p.out.stride[0] + h * p.out.stride[1] +
+           (sequence.first_query + i) * p.out.stride[2];
   const float* from = p.partial_out + row * head;
   for (int d = lane; d - lane < p.Dv; d += 32) {
     float x = 0;

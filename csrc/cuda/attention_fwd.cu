@@ -14,6 +14,7 @@ struct Plan {
   const Instance<AttentionForwardLaunch>* main = nullptr;  // null: attention_fwd_simple
   const Instance<AttentionForwardLaunch>* weights = nullptr;
   AttentionForwardLaunch launch;
+  std::size_t tiles_bytes = 0;
 };
 
 // What an instance that is not general leaves out.
@@ -55,6 +56,7 @@ Plan plan(const AttentionForward& p) {
   plan.launch.aligned_k = aligned_16(p.k, size);
   plan.launch.aligned_v = aligned_16(p.v, size);
   plan.launch.aligned_out = aligned_16(p.out, size);
+  plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
   plan.main = find(k_attention_fwd_sm80, plan.launch, cuda::plain(plan.launch));
   if (!plan.main) return plan;
   plan.weights = find(k_attention_weights_sm80, plan.launch, false);
@@ -76,7 +78,8 @@ void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
 
 std::size_t attention_fwd_workspace(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 2) * sizeof(float) : 0;
+  const std::size_t partial = plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 2) : 0;
+  return partial * sizeof(float) + plan.tiles_bytes;
 }
 
 const char* attention_fwd_kernel(const AttentionForward& p) {
@@ -87,11 +90,14 @@ const char* attention_fwd_kernel(const AttentionForward& p) {
 void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0 || p.H == 0 || p.Sq == 0) return;
   Plan plan = cuda::plan(p);
-  if (!plan.main) return attention_fwd_simple(plan.launch, stream);
   AttentionForwardLaunch& launch = plan.launch;
+  const std::size_t rows = plan.main ? partial_rows(launch) : 0;
   launch.partial_out = static_cast<float*>(workspace);
-  launch.partial_lse = launch.partial_out + partial_rows(launch) * plan.main->head;
-  launch.partial_rest = launch.partial_lse + partial_rows(launch);
+  launch.partial_lse = launch.partial_out + rows * (plan.main ? plan.main->head : 0);
+  launch.partial_rest = launch.partial_lse + rows;
+  if (plan.tiles_bytes) launch.tiles.code = reinterpret_cast<uint8_t*>(launch.partial_rest + rows);
+  mask_tiles(launch, launch.tiles, stream);
+  if (!plan.main) return attention_fwd_simple(launch, stream);
   plan.main->launch(launch, stream);
   if (launch.splits > 1) {
     if (p.dtype == DType::f16)

@@ -10,6 +10,8 @@
 #include "error.h"
 #include "exact_sum.cuh"
 #include "launch.h"
+#include "span.cuh"
+#include "tile_sm80.cuh"
 
 namespace mha::cuda {
 
@@ -33,16 +35,11 @@ template <class Acc>
 struct SimpleRow {
   int begin, end;  // visible keys
   Acc max = -INFINITY, sum = 0;
+  Acc factor = 0;  // of the weights, at the end
 };
 
 __device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
-
-template <class Acc, class Problem>
-__device__ inline Acc bias_at(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t j) {
-  return element<Acc>(p.bias.data, p.bias_dtype,
-                      b * p.bias.stride[0] + h * p.bias.stride[1] + i * p.bias.stride[2] + j * p.bias.stride[3]);
-}
 
 // Copies [kRows x kDepth] elements of a matrix, transposed, widened and filled up with zeros.
 template <int kRows, int kThreads, class T, class Acc, int kDepth, int kPitch>
@@ -57,22 +54,21 @@ __device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from,
 // The scores of the thread's 4 x 4 pairs: -inf where hidden. Returns which are (bit 4 * r + c).
 template <class C>
 __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C::Shared& shared,
-                                         const AttentionForwardLaunch& p, int64_t b, int64_t h, int first_row,
-                                         int first_key, const SimpleRow<typename C::Acc> (&row)[4]) {
+                                         const AttentionForwardLaunch& p, const Sequence& sequence, unsigned h,
+                                         int first_row, int first_key, const SimpleRow<typename C::Acc> (&row)[4]) {
   using T = typename C::T;
   using Acc = typename C::Acc;
   const int x = threadIdx.x % 8, y = threadIdx.x / 8;
-  const T* q = static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1] + first_row * p.q.stride[2];
-  const T* k = static_cast<const T*>(p.k.data) + b * p.k.stride[0] + h / (p.H / p.Hk) * p.k.stride[1] +
-               first_key * p.k.stride[2];
+  const T* q = query_rows<T>(p.q, sequence, h, p.D).data + first_row * p.q.stride[2];
+  const T* k = key_rows<T>(p.k, sequence, h / unsigned(p.H / p.Hk), p.D).data + first_key * p.k.stride[2];
 #pragma unroll
   for (int r = 0; r < 4; ++r)
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[r][c] = 0;
   for (int d0 = 0; d0 < p.D; d0 += C::kDepth) {
     __syncthreads();
-    load_transposed<C::kRows, C::kThreads>(shared.query, q + d0, p.q.stride[2], int(p.Sq) - first_row, int(p.D) - d0);
-    load_transposed<C::kKeys, C::kThreads>(shared.key, k + d0, p.k.stride[2], int(p.Sk) - first_key, int(p.D) - d0);
+    load_transposed<C::kRows, C::kThreads>(shared.query, q + d0, p.q.stride[2], sequence.Sq - first_row, int(p.D) - d0);
+    load_transposed<C::kKeys, C::kThreads>(shared.key, k + d0, p.k.stride[2], sequence.Sk - first_key, int(p.D) - d0);
     __syncthreads();
 #pragma unroll 4
     for (int d = 0; d < C::kDepth; ++d)
@@ -90,10 +86,10 @@ __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C:
       const int i = first_row + 4 * y + r, j = first_key + 4 * x + c;
       s[r][c] *= scale;
       if (cap != 0) s[r][c] = cap * hyperbolic_tangent(s[r][c] / cap);
-      if (j < row[r].begin || j >= row[r].end || !visible_in_interval(p.mask, b, h, i, j))
+      if (j < row[r].begin || j >= row[r].end || !visible_in_interval(p.mask, sequence.b, h, i, j))
         s[r][c] = -INFINITY, hidden |= 1u << (4 * r + c);
       else if (p.bias.data)
-        s[r][c] += bias_at<Acc>(p, b, h, i, j);
+        s[r][c] += element<Acc>(p.bias.data, p.bias_dtype, bias_offset(p, p.bias, sequence, h, i, j));
     }
   return hidden;
 }
@@ -138,18 +134,23 @@ __global__ void __launch_bounds__(C::kThreads)
   using T = typename C::T;
   using Acc = typename C::Acc;
   __shared__ __align__(16) typename C::Shared shared;
-  const int x = threadIdx.x % 8, y = threadIdx.x / 8, Sq = int(p.Sq), Sk = int(p.Sk);
+  __shared__ Sequence sequence;
+  const int x = threadIdx.x % 8, y = threadIdx.x / 8;
   const int chunks = max(1, int((p.Dv + C::kColumns - 1) / C::kColumns));
   const int first_column = blockIdx.x % chunks * C::kColumns;
   const int first_row = (p.query_tiles - 1 - blockIdx.x / chunks % p.query_tiles) * C::kRows;
-  const int64_t bh = blockIdx.x / chunks / p.query_tiles, b = bh / p.H, h = bh % p.H;
+  const unsigned bh = blockIdx.x / chunks / p.query_tiles, b = bh / unsigned(p.H), h = bh % unsigned(p.H);
+  if (threadIdx.x == 0) sequence = cuda::sequence(p, b);
+  __syncthreads();
+  const int Sq = sequence.Sq, Sk = sequence.Sk;
+  if (first_row >= Sq) return;
 
   SimpleRow<Acc> row[4];
   int begin = Sk, end = 0;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int i = first_row + 4 * y + r;
-    Interval interval = i < Sq ? row_interval(p.mask, b, i, Sk) : Interval{0, 0};
+    Interval interval = i < Sq ? row_interval(p.mask, b, i, Sk, sequence.shift) : Interval{0, 0};
     row[r].begin = int(interval.begin);
     row[r].end = int(interval.end);
     if (interval.begin < interval.end) begin = min(begin, row[r].begin), end = max(end, row[r].end);
@@ -162,10 +163,11 @@ __global__ void __launch_bounds__(C::kThreads)
   for (int w = 0; w < C::kThreads / 32; ++w) begin = min(begin, begins[w]), end = max(end, ends[w]);
 
   Acc s[4][4], o[4][C::kColumns / 8] = {};
-  const T* values =
-      static_cast<const T*>(p.v.data) + b * p.v.stride[0] + h / (p.H / p.Hk) * p.v.stride[1] + first_column;
+  const T* values = key_rows<T>(p.v, sequence, h / unsigned(p.H / p.Hk), p.Dv).data + first_column;
+  auto shows = [&](int key) { return mask_tile_code(p.tiles, b, h, first_row, C::kRows, key, C::kKeys) & kShowsSome; };
   for (int key = begin / C::kKeys * C::kKeys; key < end; key += C::kKeys) {
-    const uint32_t hidden = simple_scores<C>(s, shared, p, b, h, first_row, key, row);
+    if (!shows(key)) continue;
+    const uint32_t hidden = simple_scores<C>(s, shared, p, sequence, h, first_row, key, row);
     simple_softmax(s, row, o);
     if (p.dropout.rng_state) simple_dropout(s, p, bh, first_row, key);
     __syncthreads();
@@ -195,33 +197,37 @@ __global__ void __launch_bounds__(C::kThreads)
     const int i = first_row + 4 * y + r;
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) row[r].sum += __shfl_xor_sync(~0u, row[r].sum, d);
+    row[r].factor = row[r].sum == 0 ? Acc(0) : keep / row[r].sum;
     if (i >= Sq) continue;
-    if (x == 0 && first_column == 0) {
-      const ExactSum<Acc> log =
-          row[r].sum == 0 ? ExactSum<Acc>{-INFINITY, 0} : exact_sum(row[r].max, logarithm(row[r].sum));
-      static_cast<Acc*>(p.lse)[bh * Sq + i] = log.value;
-      if (p.lse_rest) static_cast<Acc*>(p.lse_rest)[bh * Sq + i] = log.rest;
+    ExactSum<Acc> log = row[r].sum == 0 ? ExactSum<Acc>{-INFINITY, 0} : exact_sum(row[r].max, logarithm(row[r].sum));
+    if (p.sinks) {
+      const WithSink<Acc> all = add_sink(log, static_cast<const Acc*>(p.sinks)[h]);
+      log = all.lse;
+      row[r].factor *= all.factor;
     }
-    const Acc factor = row[r].sum == 0 ? Acc(0) : keep / row[r].sum;
-    T* out =
-        static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2] + first_column;
+    if (x == 0 && first_column == 0) {
+      const int64_t at = cuda::first_row(p, sequence, h) + i;
+      static_cast<Acc*>(p.lse)[at] = log.value;
+      if (p.lse_rest) static_cast<Acc*>(p.lse_rest)[at] = log.rest;
+    }
+    T* out = const_cast<T*>(query_rows<T>(p.out, sequence, h, p.Dv).data) + i * p.out.stride[2] + first_column;
 #pragma unroll
     for (int c = 0; c < C::kColumns / 8; ++c) {
       const int column = c / 4 * 32 + 4 * x + c % 4;
-      if (first_column + column < p.Dv) out[column] = T(o[r][c] * factor);
+      if (first_column + column < p.Dv) out[column] = T(o[r][c] * row[r].factor);
     }
   }
   if (!p.weights.data || first_column > 0) return;
 
-  T* weights = static_cast<T*>(p.weights.data) + bh * Sq * Sk;
+  T* weights = static_cast<T*>(p.weights.data) + int64_t(bh) * Sq * Sk;
   for (int key = 0; key < Sk; key += C::kKeys) {
-    const bool seen = key < end && key + C::kKeys > begin;
-    if (seen) simple_scores<C>(s, shared, p, b, h, first_row, key, row);
+    const bool seen = key < end && key + C::kKeys > begin && shows(key);
+    if (seen) simple_scores<C>(s, shared, p, sequence, h, first_row, key, row);
 #pragma unroll
     for (int r = 0; r < 4; ++r)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        s[r][c] = seen && row[r].sum != 0 ? exponential(s[r][c] - row[r].max) / row[r].sum * keep : Acc(0);
+        s[r][c] = seen && row[r].sum != 0 ? exponential(s[r][c] - row[r].max) * row[r].factor : Acc(0);
     if (p.dropout.rng_state) simple_dropout(s, p, bh, first_row, key);
 #pragma unroll
     for (int r = 0; r < 4; ++r)

@@ -39,13 +39,21 @@ struct ForwardSm80 {
   static constexpr int kSharedBytes = 4 * kTileBytes + (kQueryInRegisters ? 0 : kQueryBytes);
   static_assert(kQueryBytes <= 2 * kTileBytes);
   static constexpr float kSlack = 8;
+  static constexpr float kUnset = kGeneral ? 3.40282347e38f : 1.7e38f;  // the negative maximum of no scores
 };
 
 template <class C>
 struct ForwardState {
   float o[C::kMt][C::kOt][4] = {};
-  float negative_max[C::kMt][2], sum[C::kMt][2];  // per row g + 8 * half; the maximum in powers of two
+  float negative_max[C::kMt][2], sum[C::kMt][2];  // per row g + 8 * half
 };
+
+// How far a score is above the maximum, in powers of two. Plain kernels have scores without the scale, and the maximum
+// in powers of two.
+template <class C>
+__device__ inline float power_above(float score, float scale_log2, float negative_max) {
+  return C::kGeneral ? to_power_of_two(score + negative_max) : fmaf(score, scale_log2, negative_max);
+}
 
 // S = Q K^T for one step. q_lane, k_lane: this lane's ldmatrix addresses of step 0.
 // q: its fragments when they are kept in registers, else null.
@@ -72,9 +80,9 @@ __device__ inline void scores(float (&s)[C::kMt][C::kNt][4], const Query& q, uin
   });
 }
 
-// s becomes 2^(s * scale - max), with the state brought up to date.
+// s becomes the weights relative to the maximum, with the state brought up to date.
 template <class C>
-__device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<C>& state, float scale) {
+__device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<C>& state, float scale_log2) {
   float top[C::kMt][2];
   bool grows = false;
 #pragma unroll
@@ -85,7 +93,7 @@ __device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<
 #pragma unroll
       for (int n = 1; n < C::kNt; ++n) x = fmaxf(fmaxf(x, s[m][n][2 * half]), s[m][n][2 * half + 1]);
       top[m][half] = x;
-      grows |= fmaf(x, scale, state.negative_max[m][half]) > C::kSlack;
+      grows |= power_above<C>(x, scale_log2, state.negative_max[m][half]) > C::kSlack;
     }
   if (__any_sync(~0u, grows)) {
 #pragma unroll
@@ -95,8 +103,9 @@ __device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<
         float x = top[m][half], before = state.negative_max[m][half];
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        float after = fmaf(x, scale, before) > C::kSlack ? -x * scale : before;
-        float factor = exp2_approx(after - before);
+        float highest = C::kGeneral ? -x : -x * scale_log2;
+        float after = power_above<C>(x, scale_log2, before) > C::kSlack ? highest : before;
+        float factor = exp2_approx(C::kGeneral ? to_power_of_two(after - before) : after - before);
         state.negative_max[m][half] = after;
         state.sum[m][half] *= factor;
 #pragma unroll
@@ -112,7 +121,7 @@ __device__ inline void softmax_step(float (&s)[C::kMt][C::kNt][4], ForwardState<
     for (int n = 0; n < C::kNt; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[m][n][e] = exp2_approx(fmaf(s[m][n][e], scale, state.negative_max[m][e / 2]));
+        s[m][n][e] = exp2_approx(power_above<C>(s[m][n][e], scale_log2, state.negative_max[m][e / 2]));
         state.sum[m][e / 2] += s[m][n][e];
       }
 }
@@ -142,9 +151,9 @@ __device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (
 
 // The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
 template <class T, class C, class Tile>
-__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, unsigned b, unsigned h,
-                                 unsigned split, int first_row, uint32_t staging, unsigned lane) {
-  const int64_t first = ((p.splits > 1 ? split * p.B + b : int64_t(b)) * p.H + h) * p.Sq;
+__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, const Sequence& sequence,
+                                 unsigned h, unsigned split, int block_row, uint32_t staging, unsigned lane) {
+  const int64_t first = p.splits > 1 ? ((split * p.B + sequence.b) * p.H + h) * p.Sq : first_row(p, sequence, h);
   float* partial = p.splits > 1 ? p.partial_out + first * C::kHead : nullptr;
   float* lse = (p.splits > 1 ? p.partial_lse : static_cast<float*>(p.lse)) + first;
   float* lse_rest = p.splits > 1 ? p.partial_rest + first
@@ -157,13 +166,18 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       float sum = state.sum[m][half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      int r = 16 * m + 8 * half + lane / 4, row = first_row + r;
-      if (lane % 4 == 0 && row < p.Sq) {
-        const ExactSum<float> log = natural_log(-state.negative_max[m][half], sum);
+      int r = 16 * m + 8 * half + lane / 4, row = block_row + r;
+      ExactSum<float> log = logsumexp<C::kGeneral>(-state.negative_max[m][half], sum);
+      float factor = sum == 0 ? 0 : p.keep_scale * reciprocal_approx(sum);
+      if (p.sinks && p.splits == 1) {  // otherwise it joins when the splits are combined
+        const WithSink<float> all = add_sink(log, static_cast<const float*>(p.sinks)[h]);
+        log = all.lse;
+        factor *= all.factor;
+      }
+      if (lane % 4 == 0 && row < sequence.Sq) {
         lse[row] = log.value;
         if (lse_rest) lse_rest[row] = log.rest;
       }
-      float factor = sum == 0 ? 0 : p.keep_scale * reciprocal_approx(sum);
 #pragma unroll
       for (int n = 0; n < C::kOt; ++n)
 #pragma unroll
@@ -175,7 +189,7 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
           store_shared_4<(n - kMoved) << 4>((to ^ kMoved << 4) + (16 * m + 8 * half) * Tile::kRowBytes,
                                             pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
         });
-      } else if (row < p.Sq) {
+      } else if (row < sequence.Sq) {
         float2* to = reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead) + lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kOt; ++n) to[4 * n] = make_float2(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]);
@@ -183,16 +197,16 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
     }
   if (partial) return;
   __syncwarp();
-  T* out = static_cast<T*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
+  T* out = const_cast<T*>(query_rows<T>(p.out, sequence, h, p.Dv).data);
   constexpr int kRowsPerPass = 32 / Tile::kLanes;
 #pragma unroll 2
   for (unsigned r = lane / Tile::kLanes; r < C::kRows; r += kRowsPerPass) {
-    if (first_row + r >= p.Sq) break;
+    if (block_row + r >= sequence.Sq) break;
 #pragma unroll
     for (int c = 0; c < Tile::kChunksPerLane; ++c) {
       int chunk = lane % Tile::kLanes + c * Tile::kLanes, n = int(p.Dv) - chunk * 8;
       uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
-      T* to = out + (first_row + r) * p.out.stride[2] + chunk * 8;
+      T* to = out + (block_row + r) * p.out.stride[2] + chunk * 8;
       if (n >= 8 && p.aligned_out) {
         store_global_16(to, v);
       } else {
@@ -214,47 +228,55 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   // Registers are short in the main loop: what it seldom needs is here.
   __shared__ Span spans[C::kWarps + 1];  // of each warp's rows, and of all
   __shared__ struct {
-    unsigned b, h, split;
+    Sequence sequence;
+    unsigned h, split;
     int row, tile, tile_end;  // the first query row, the range of key tiles
   } place;
   __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int Sq = int(p.Sq), Sk = int(p.Sk);
   // Late query tiles first: under a causal mask they have the most to do.
   const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles),
                  query_tile = p.query_tiles - 1 - blockIdx.x % p.query_tiles;
   const unsigned bh = rest / p.splits, split = rest % p.splits, b = bh / H, h = bh % H, hk = h / (H / unsigned(p.Hk));
   const int block_row = query_tile * C::kBlockM;
+  const Sequence sequence = cuda::sequence(p, b);
+  if (block_row >= sequence.Sq) return;
 
   const uint32_t stages = shared_address(shared);
   const uint32_t query_tile_at = stages + (C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
-  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq,
-                           int(p.D)};
-  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk,
-                          int(p.D)};
-  const Matrix<T> values = {static_cast<const T*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1], p.v.stride[2], Sk,
-                            int(p.Dv)};
-  typename Tile::template Loader<C::kBlockM>(query, block_row, thread)
-      .load(!C::kGeneral || p.aligned_q, query_tile_at, Sq - block_row);
+  typename Tile::template Loader<C::kBlockM>(query_rows<T>(p.q, sequence, h, p.D), block_row, thread)
+      .load(!C::kGeneral || p.aligned_q, query_tile_at, sequence.Sq - block_row);
   cp_async_commit();
-  warp_span<C::kRows>(p.mask, b, block_row + warp * C::kRows, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
+  warp_span<C::kRows>(p.mask, sequence, block_row + warp * C::kRows, ranges + warp * C::kRows, spans + warp, lane);
   __syncthreads();
   if (thread == 0) {
     const Span s = merge(merge(spans[0], spans[1]), merge(spans[2], spans[3]));
     const int begin = s.begin / C::kBlockN, end = (s.end + C::kBlockN - 1) / C::kBlockN;
     const int share = (max(0, end - begin) + p.splits - 1) / p.splits;  // key tiles of one split
     spans[C::kWarps] = s;
-    place = {b, h, split, block_row, begin + int(split) * share, min(end, begin + int(split + 1) * share)};
+    place = {sequence, h, split, block_row, begin + int(split) * share, min(end, begin + int(split + 1) * share)};
   }
   __syncthreads();
   const Span &own = spans[warp], &all = spans[C::kWarps];
-  int tile = place.tile;
   const int& tile_end = place.tile_end;
-  typename Tile::template Loader<C::kBlockN> key_loader(keys, tile * C::kBlockN, thread),
-      value_loader(values, tile * C::kBlockN, thread);
+  // The first tile from there on that the mask's blocks and the like show something of, with its code.
+  uint32_t code = kShowsSome;
+  auto visible_tile = [&](int tile) -> int {
+    if constexpr (C::kGeneral) {
+      for (; tile < tile_end; ++tile) {
+        code = mask_tile_code(p.tiles, place.sequence.b, place.h, place.row, C::kBlockM, tile * C::kBlockN, C::kBlockN);
+        if (code & kShowsSome) break;
+      }
+    }
+    return tile;
+  };
+  int tile = visible_tile(place.tile);
+  typename Tile::template Loader<C::kBlockN> key_loader(key_rows<T>(p.k, sequence, hk, p.D), tile * C::kBlockN, thread),
+      value_loader(key_rows<T>(p.v, sequence, hk, p.Dv), tile * C::kBlockN, thread);
   auto load_keys_and_values = [&](int tile, uint32_t stage) {
-    key_loader.load(!C::kGeneral || p.aligned_k, stage, Sk - tile * C::kBlockN);
-    value_loader.load(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, Sk - tile * C::kBlockN);
+    const int keys_left = place.sequence.Sk - tile * C::kBlockN;
+    key_loader.load(!C::kGeneral || p.aligned_k, stage, keys_left);
+    value_loader.load(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, keys_left);
     cp_async_commit();
   };
   if (tile < tile_end) load_keys_and_values(tile, stages);
@@ -263,7 +285,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll
   for (int m = 0; m < C::kMt; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) state.negative_max[m][half] = 1.7e38f, state.sum[m][half] = 0;
+    for (int half = 0; half < 2; ++half) state.negative_max[m][half] = C::kUnset, state.sum[m][half] = 0;
 
   const uint32_t q_lane = query_tile_at + warp * C::kRows * Tile::kRowBytes + Tile::lane_a(lane);
   std::conditional_t<C::kQueryInRegisters, uint32_t[C::kMt][C::kHead / 16][4], std::nullptr_t> q;
@@ -279,9 +301,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       for (int d = 0; d < C::kHead / 16; ++d) ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
   }
 
-  const bool elementwise = C::kGeneral && p.mask.elementwise();
-  const float scale = C::kGeneral ? 1.0f : p.scale_log2;
-  for (uint32_t stage = stages; tile < tile_end; ++tile) {
+  for (uint32_t stage = stages; tile < tile_end;) {
+    const bool elementwise = C::kGeneral && (code & kHidesSome);
     cp_async_wait<0>();
     bool nonfinite = false;
     if (elementwise || tile * C::kBlockN < all.full_begin || (tile + 1) * C::kBlockN > all.full_end)
@@ -289,7 +310,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     else
       __syncthreads();
     const uint32_t next = stages + (stages + 2 * C::kTileBytes - stage);
-    if (tile + 1 < tile_end) load_keys_and_values(tile + 1, next);
+    const int next_tile = visible_tile(tile + 1);
+    if (next_tile < tile_end) {
+      if (C::kGeneral) key_loader.skip(next_tile - tile - 1), value_loader.skip(next_tile - tile - 1);
+      load_keys_and_values(next_tile, next);
+    }
     if (nonfinite) {
       Tile::template take_specials<C::kBlockN>(stage + C::kTileBytes, specials, thread);
       __syncthreads();
@@ -299,42 +324,45 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 #pragma unroll C::kUnroll
     for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
       const int key = tile * C::kBlockN + step * C::kStep;
-      const FragmentPlace at = {place.b, place.h, int(place.row + warp * C::kRows), key, ranges + warp * C::kRows};
+      const FragmentPlace at = {&place.sequence, place.h, int(place.row + warp * C::kRows), key,
+                                ranges + warp * C::kRows};
       uint32_t visible = ~0u;
       bool hides = false;
       if (!whole) {
         if (key >= own.end || key + C::kStep <= own.begin) continue;
         if constexpr (C::kGeneral) {
-          visible = visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane);
+          visible = elementwise ? visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane)
+                                : visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);
           if (elementwise && !__any_sync(~0u, visible)) continue;
         }
         hides = true;
       }
       float s[C::kMt][C::kNt][4] = {};
       scores<T, C, Tile>(s, q, q_lane, k_lane + step * C::kStep * Tile::kRowBytes);
-      if constexpr (C::kGeneral) to_powers_of_two<T>(s, p, at, lane);
+      if constexpr (C::kGeneral) to_scores<T>(s, p, at, lane);
       if (hides) {
         if constexpr (C::kGeneral)
           hide(s, visible, -INFINITY);
         else
           hide_outside(s, at, lane);
       }
-      softmax_step<C>(s, state, scale);
+      softmax_step<C>(s, state, p.scale_log2);
       if constexpr (C::kGeneral)
         if (p.dropout.rng_state)
-          hide(
-              s,
-              kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.b * H + place.h, at, lane),
-              0.0f);
+          hide(s,
+               kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, place.sequence.b * H + place.h,
+                                         at, lane),
+               0.0f);
       weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
       if (!C::kGeneral && nonfinite) visible = visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);
       if (nonfinite) add_specials<C::kMt, C::kNt>(state.o, visible, specials + step * C::kStep * (C::kHead / 8), lane);
     }
     stage = next;
+    tile = next_tile;
   }
   cp_async_wait<0>();
   __syncthreads();
-  write_out<T, C, Tile>(p, state, place.b, place.h, place.split, place.row + warp * C::kRows,
+  write_out<T, C, Tile>(p, state, place.sequence, place.h, place.split, place.row + warp * C::kRows,
                         stages + warp * C::kRows * Tile::kRowBytes, lane);
 }
 

@@ -1,5 +1,5 @@
 // The attention weights, from the logsumexp that attention forward left: one more pass over the keys, on tensor cores.
-// Every element of weights is written; hidden ones are 0.
+// Every element of weights is written; hidden ones are 0. Not for packed sequences.
 #pragma once
 #include "attention_fwd_sm80.cuh"
 
@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(C::kThreads)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowRange ranges[C::kBlockM];
   __shared__ Span spans[C::kWarps];
+  __shared__ Sequence sequence;
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int Sq = int(p.Sq), Sk = int(p.Sk), key_tiles = (Sk + C::kBlockN - 1) / C::kBlockN;
   const int tile = blockIdx.x % key_tiles;
@@ -21,15 +22,14 @@ __global__ void __launch_bounds__(C::kThreads)
   const int block_row = query_tile * C::kBlockM, first_row = block_row + warp * C::kRows;
 
   const uint32_t keys_at = shared_address(shared), query_at = keys_at + C::kTileBytes;
-  const Matrix<T> query = {static_cast<const T*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1], p.q.stride[2], Sq,
-                           int(p.D)};
-  const Matrix<T> keys = {static_cast<const T*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1], p.k.stride[2], Sk,
-                          int(p.D)};
-  typename Tile::template Loader<C::kBlockM>(query, block_row, thread).load(p.aligned_q, query_at, Sq - block_row);
-  typename Tile::template Loader<C::kBlockN>(keys, tile * C::kBlockN, thread)
+  if (thread == 0) sequence = cuda::sequence(p, b);
+  __syncthreads();
+  typename Tile::template Loader<C::kBlockM>(query_rows<T>(p.q, sequence, h, p.D), block_row, thread)
+      .load(p.aligned_q, query_at, Sq - block_row);
+  typename Tile::template Loader<C::kBlockN>(key_rows<T>(p.k, sequence, hk, p.D), tile * C::kBlockN, thread)
       .load(p.aligned_k, keys_at, Sk - tile * C::kBlockN);
   cp_async_commit();
-  warp_span<C::kRows>(p.mask, b, first_row, Sq, Sk, ranges + warp * C::kRows, spans + warp, lane);
+  warp_span<C::kRows>(p.mask, sequence, first_row, ranges + warp * C::kRows, spans + warp, lane);
   cp_async_wait<0>();
   __syncthreads();
 
@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(C::kThreads)
 #pragma unroll 1
   for (int step = 0; step < C::kBlockN / C::kStep; ++step) {
     const int key = tile * C::kBlockN + step * C::kStep;
-    const FragmentPlace at = {b, h, first_row, key, ranges + warp * C::kRows};
+    const FragmentPlace at = {&sequence, h, first_row, key, ranges + warp * C::kRows};
     float s[C::kMt][C::kNt][4] = {};
     uint32_t visible = visible_bits<C::kMt, C::kNt, false>(p.mask, at, lane);
     if (__any_sync(~0u, visible)) {
       scores<T, C, Tile>(s, nullptr, q_lane, keys_at + Tile::lane_b(lane) + step * C::kStep * Tile::kRowBytes);
-      to_powers_of_two<T>(s, p, at, lane);
+      to_scores<T>(s, p, at, lane);
       if (p.dropout.rng_state)
         visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout.rng_state), p.threshold, bh, at, lane);
     }
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(C::kThreads)
           for (int e = 0; e < 2; ++e) {
             int j = key + 8 * n + lane % 4 * 2 + e;
             const bool shown = row_lse != -INFINITY && (visible >> fragment_bit<C::kNt>(m, n, half, e) & 1);
-            float w = shown ? exp2_approx(power_above(s[m][n][2 * half + e], row_lse, rest)) * p.keep_scale : 0.0f;
+            const float above = to_power_of_two(s[m][n][2 * half + e] - row_lse - rest);
+            float w = shown ? exp2_approx(above) * p.keep_scale : 0.0f;
             if (j < Sk) weights[int64_t(row) * Sk + j] = T(w);
           }
       }

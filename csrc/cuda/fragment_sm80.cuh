@@ -5,6 +5,7 @@
 #pragma once
 #include "launch.h"
 #include "prim/math.cuh"
+#include "sequence.cuh"
 #include "span.cuh"
 
 namespace mha::cuda {
@@ -16,7 +17,8 @@ __device__ constexpr int fragment_bit(int m, int n, int half, int e) {
 
 // Where a warp's score tile is.
 struct FragmentPlace {
-  unsigned b, h;
+  const Sequence* sequence;
+  unsigned h;
   int row, key;            // of the tile's first element
   const RowRange* ranges;  // of the tile's rows
 };
@@ -40,7 +42,7 @@ __device__ inline uint32_t visible_bits(const Mask& mask, const FragmentPlace& a
         for (int e = 0; e < 2; ++e) {
           bool visible = from + 8 * n + e < length;
           if constexpr (!kIntervalOnly)
-            visible = visible && visible_in_interval(mask, at.b, at.h, at.row + i, key + 8 * n + e);
+            visible = visible && visible_in_interval(mask, at.sequence->b, at.h, at.row + i, key + 8 * n + e);
           bits |= uint32_t(visible) << fragment_bit<kNt>(m, n, half, e);
         }
     }
@@ -107,45 +109,42 @@ __device__ inline float soft_cap(float x, float cap) {
   return cap * (1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(x * 2.8853900817779268f)));
 }
 
-template <class T, int kMt, int kNt>
-__device__ inline void add_bias(float (&s)[kMt][kNt][4], const Tensor4& bias, const FragmentPlace& at, int Sq, int Sk,
-                                float factor, unsigned lane) {
-  const T* base = static_cast<const T*>(bias.data) + at.b * bias.stride[0] + at.h * bias.stride[1];
-  int g = lane / 4, key = at.key + lane % 4 * 2;
+template <class T, int kMt, int kNt, class Problem>
+__device__ inline void add_bias(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, unsigned lane) {
+  const T* base = static_cast<const T*>(p.bias.data) + bias_offset(p, p.bias, *at.sequence, at.h, 0, 0);
+  const int Sq = at.sequence->Sq, Sk = at.sequence->Sk, g = lane / 4, key = at.key + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = at.row + 16 * m + 8 * half + g;
       if (row >= Sq) continue;
-      const T* from = base + row * bias.stride[2];
+      const T* from = base + row * p.bias.stride[2];
 #pragma unroll
       for (int n = 0; n < kNt; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           int j = key + 8 * n + e;
-          if (j < Sk) s[m][n][2 * half + e] += float(from[j * bias.stride[3]]) * factor;
+          if (j < Sk) s[m][n][2 * half + e] = __fadd_rn(s[m][n][2 * half + e], float(from[j * p.bias.stride[3]]));
         }
     }
 }
 
-// Raw products q.k become scores in powers of two: log2(e) * (softcap(scale * s) + bias).
+// Raw products q.k become scores: softcap(scale * s) + bias. Rounded after each step, as in backward: beside a huge
+// bias nothing else would be left of the score.
 template <class T, int kMt, int kNt, class Problem>
-__device__ inline void to_powers_of_two(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at,
-                                        unsigned lane) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  const float inverse = p.softcap_scale;
+__device__ inline void to_scores(float (&s)[kMt][kNt][4], const Problem& p, const FragmentPlace& at, unsigned lane) {
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
 #pragma unroll
     for (int n = 0; n < kNt; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[m][n][e] = p.cap == 0 ? s[m][n][e] * p.scale_log2 : soft_cap(s[m][n][e] * inverse, p.cap * kLog2e);
+        s[m][n][e] = p.cap == 0 ? __fmul_rn(s[m][n][e], p.scale_f32) : soft_cap(s[m][n][e] * p.softcap_scale, p.cap);
   if (p.bias.data && p.bias_dtype == DType::f32)
-    add_bias<float>(s, p.bias, at, int(p.Sq), int(p.Sk), kLog2e, lane);
+    add_bias<float>(s, p, at, lane);
   else if (p.bias.data)
-    add_bias<T>(s, p.bias, at, int(p.Sq), int(p.Sk), kLog2e, lane);
+    add_bias<T>(s, p, at, lane);
 }
 
 // The weights that dropout keeps. One Philox call decides four neighbouring keys of a row, which two lanes share: the

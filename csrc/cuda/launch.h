@@ -1,10 +1,12 @@
 // What the host works out once per launch, passed to the kernels by value beside the contract.
 #pragma once
 #include "../attention.h"
+#include "mask_tiles.h"
 
 namespace mha::cuda {
 
 struct Numbers {            // the problem's doubles as the kernels use them
+  float scale_f32 = 1;      // scale
   float scale_log2 = 1;     // scale * log2(e)
   float cap = 0;            // softcap
   float softcap_scale = 0;  // scale / softcap
@@ -14,6 +16,7 @@ struct Numbers {            // the problem's doubles as the kernels use them
 
 inline Numbers numbers(double scale, double softcap, const Dropout& dropout) {
   Numbers n;
+  n.scale_f32 = float(scale);
   n.scale_log2 = float(scale * 1.4426950408889634);
   n.cap = float(softcap);
   n.softcap_scale = softcap == 0 ? 0 : float(scale / softcap);
@@ -33,6 +36,7 @@ inline bool aligned_16(const Tensor4& t, std::size_t element) {
 
 struct AttentionForwardLaunch : AttentionForward, Numbers {
   bool aligned_q = false, aligned_k = false, aligned_v = false, aligned_out = false;  // rows at multiples of 16 bytes
+  MaskTiles tiles;
   int query_tiles = 1;
   int splits = 1;                 // over keys, merged afterwards
   float* partial_out = nullptr;   // [splits,B,H,Sq,head size of the instance]

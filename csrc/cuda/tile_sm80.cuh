@@ -10,6 +10,7 @@
 #include "prim/ldmatrix.cuh"
 #include "prim/math.cuh"
 #include "prim/unroll.cuh"
+#include "sequence.cuh"
 
 namespace mha::cuda {
 
@@ -21,9 +22,17 @@ struct Matrix {
   int rows, columns;
 };
 
+// The rows of queries (of q, out and their gradients), or of keys (of k, v and theirs), of a head.
 template <class T>
-__device__ inline Matrix<T> matrix(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t columns) {
-  return {static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1], t.stride[2], int(rows), int(columns)};
+__device__ inline Matrix<T> query_rows(const Tensor4& t, const Sequence& s, int64_t h, int64_t columns) {
+  return {static_cast<const T*>(t.data) + s.b * t.stride[0] + h * t.stride[1] + s.first_query * t.stride[2],
+          t.stride[2], s.Sq, int(columns)};
+}
+
+template <class T>
+__device__ inline Matrix<T> key_rows(const Tensor4& t, const Sequence& s, int64_t h, int64_t columns) {
+  return {static_cast<const T*>(t.data) + s.b * t.stride[0] + h * t.stride[1] + s.first_key * t.stride[2], t.stride[2],
+          s.Sk, int(columns)};
 }
 
 template <class T, int kHead, int kThreads>
@@ -78,6 +87,9 @@ struct TileSm80 {
         load_async<true>(tile, rows_left);
       from_ += kRows * stride_;
     }
+
+    // Leaves out some tiles.
+    __device__ void skip(int tiles) { from_ += int64_t(tiles) * kRows * stride_; }
 
    private:
     template <bool kEdge>

@@ -34,23 +34,13 @@ class OnDevice {
 // torch's allocator hands the memory out again only to later work on the same stream.
 Tensor workspace(size_t bytes, const Tensor& like) { return empty({int64_t(bytes)}, ScalarType::Byte, like); }
 
-// What no kernel does on a GPU yet.
-void refuse(const AttentionProblem& p) {
-  MHA_CHECK(!p.q_starts, "packed sequences are on a GPU; accepted there: sequences padded to one length.");
-  MHA_CHECK(!p.sinks, "sinks are on a GPU; accepted there: attention without sinks.");
-}
-
 struct Cuda {
   static void attention_fwd(const AttentionForward& p, const Tensor& like) {
-    refuse(p);
     OnDevice on(like);
     Tensor space = workspace(cuda::attention_fwd_workspace(p), like);
     cuda::attention_fwd(p, space.data_ptr(), on.stream());
   }
   static void attention_bwd(const AttentionBackward& p, const Tensor& like) {
-    refuse(p);
-    MHA_CHECK(!(p.bias_relative && p.dbias.data),
-              "a relative bias on a GPU requires grad; accepted there: one that does not.");
     OnDevice on(like);
     Tensor space = workspace(cuda::attention_bwd_workspace(p), like);
     cuda::attention_bwd(p, space.data_ptr(), on.stream());
