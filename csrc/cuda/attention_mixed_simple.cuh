@@ -82,7 +82,6 @@ struct MixedTile {
       interval[i] = row < p.Sq ? row_interval(p.mask, at.b, row, p.Sk) : Interval{0, 0};
       for (int j = 0; j < kPer; ++j) {
         seen[i][j] = false;
-#pragma unroll 1
         for (int64_t h = 0; h < (by_head ? p.H : 1) && !seen[i][j]; ++h) seen[i][j] = visible(h, i, j);
         any |= seen[i][j];
       }
@@ -94,7 +93,6 @@ struct MixedTile {
   template <class F>
   __device__ void products(A* to, const Tensor4& x, const Tensor4& y, int64_t size, F finish) {
     A c[kPer][kPer];
-#pragma unroll 1
     for (int64_t h = 0; h < p.H; ++h) {
       const Matrix<T> rows = matrix<T>(x, at.b, h, p.Sq, size), keys = matrix<T>(y, at.b, h / (p.H / p.Hk), p.Sk, size);
       multiply_rows_simple<S>(c, rows, at.row, keys, at.key, shared, thread);
@@ -116,7 +114,6 @@ struct MixedTile {
     if (!mix) return from[g * kMixedPairs + at_pair];
     const A* m = static_cast<const A*>(mix) + (transposed ? g * p.H : g);
     A sum = 0;
-#pragma unroll 1
     for (int64_t h = 0; h < p.H; ++h) sum += from[h * kMixedPairs + at_pair] * m[transposed ? h : h * p.H];
     return sum;
   }
@@ -142,7 +139,6 @@ struct MixedTile {
 
   // The softmax, before post_mix, from the logsumexp.
   __device__ void compute_weights(const A* lse, const A* lse_rest) {
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < kPer; ++i) {
         const int64_t place = (at.b * p.H + g) * p.Sq + at.row + own(i);
@@ -168,7 +164,6 @@ struct MixedTile {
       w = f(i, j);
     });
     const Matrix<T> m = matrix<T>(x, at.b, h, rows, columns);
-#pragma unroll 1
     for (int column = 0; column < columns; column += kMixedTile) {
       A c[kPer][kPer];
       auto place = [&](int i, int j) { return own(i) * columns + column + other(j); };
@@ -183,9 +178,7 @@ struct MixedTile {
   // Sets sums [heads][kTile][columns] to 0, or stores them; each thread its own elements, as add_rows has them.
   template <class F>
   __device__ void for_sums(A* sum, int64_t heads, int64_t columns, F f) const {
-#pragma unroll 1
     for (int64_t h = 0; h < heads; ++h, sum += kMixedTile * columns)
-#pragma unroll 1
       for (int column = 0; column < columns; column += kMixedTile)
         for_own<kPer>([&](int i, int j) {
           if (column + other(j) < columns) f(sum[own(i) * columns + column + other(j)], h, own(i), column + other(j));
@@ -211,7 +204,7 @@ __device__ inline A sum_of_row(A x) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_mixed_fwd_simple(const __grid_constant__ MixedLaunch<AttentionMixedForward> p) {
   using A = typename S::A;
   using T = typename S::T;
@@ -225,15 +218,12 @@ __global__ void __launch_bounds__(S::kThreads)
     const int row = int(task % p.query_tiles) * kMixedTile;
     // A thread's maximum and sum of its keys, of each head and row.
     auto mine = [&](int64_t g, int i) { return (g * kMixedTile + tile.own(i)) * 16 + tile.thread % 16; };
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) top[mine(g, i)] = -A(INFINITY), sum[mine(g, i)] = 0;
     tile.clear(out, p.H, p.Dv);
-#pragma unroll 1
     for (int key = 0; key < p.Sk; key += kMixedTile) {
       if (!tile.go({b, row, key})) continue;
       tile.compute_capped();
-#pragma unroll 1
       for (int64_t g = 0; g < p.H; ++g)
         for (int i = 0; i < S::kPer; ++i) {
           A &m = top[mine(g, i)], &s = sum[mine(g, i)];
@@ -245,7 +235,6 @@ __global__ void __launch_bounds__(S::kThreads)
           }
         }
     }
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) {
         A m = top[mine(g, i)], s = sum[mine(g, i)];
@@ -262,14 +251,12 @@ __global__ void __launch_bounds__(S::kThreads)
         lse[place] = log.value, lse_rest[place] = log.rest;
       }
     __syncthreads();
-#pragma unroll 1
     for (int key = 0; key < p.Sk; key += kMixedTile) {
       const bool any = tile.go({b, row, key});
       if (any) {
         tile.compute_capped();
         tile.compute_weights(lse, lse_rest);
       }
-#pragma unroll 1
       for (int64_t g = 0; g < p.H; ++g) {
         if (any)
           tile.template add_rows<false>(out + g * kMixedTile * p.Dv, p.Dv, p.v, g / (p.H / p.Hk), p.Sk,
@@ -319,7 +306,6 @@ struct MixedBackwardTile : MixedTile<S, MixedBackwardLaunch> {
 
   // dS, in place of P.
   __device__ void compute_dscores() {
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for_own<S::kPer>([&](int i, int j) {
         const int at_pair = this->pair(i, j), row = at.row + this->own(i);
@@ -352,7 +338,7 @@ struct MixedBackwardTile : MixedTile<S, MixedBackwardLaunch> {
 
 // delta, dQ, and this task's parts of dpre_mix and dpost_mix.
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_mixed_bwd_dq_simple(const __grid_constant__ MixedBackwardLaunch p) {
   using A = typename S::A;
   __shared__ typename S::Shared shared;
@@ -366,21 +352,17 @@ __global__ void __launch_bounds__(S::kThreads)
     __syncthreads();
     for (int64_t n = threadIdx.x; n < 2 * HH; n += S::kThreads) sums[n] = 0;
     auto mine = [&](int64_t g, int i) { return (g * kMixedTile + tile.own(i)) * 16 + tile.thread % 16; };
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) partial[mine(g, i)] = 0;
     tile.clear(dq, p.H, p.D);
-#pragma unroll 1
     for (int key = 0; key < p.Sk; key += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
-#pragma unroll 1
       for (int64_t g = 0; g < p.H; ++g)
         for_own<S::kPer>([&](int i, int j) {
           const A weight = tile.weights[g * kMixedPairs + tile.pair(i, j)];
           if (weight != 0) partial[mine(g, i)] += weight * tile.dprobability(g, tile.pair(i, j));
         });
     }
-#pragma unroll 1
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) {
         const A sum = sum_of_row(partial[mine(g, i)]);
@@ -389,13 +371,11 @@ __global__ void __launch_bounds__(S::kThreads)
           static_cast<A*>(p.delta)[place] = sum - (p.dlse ? static_cast<const A*>(p.dlse)[place] : A(0));
       }
     __syncthreads();
-#pragma unroll 1
     for (int key = 0; key < p.Sk; key += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
       if (p.post_mix) tile.add_head_products(sums + HH, tile.weights, tile.dweights);
       tile.compute_dscores();
       if (p.pre_mix) tile.add_head_products(sums, tile.capped, tile.weights);
-#pragma unroll 1
       for (int64_t h = 0; h < p.H; ++h)
         tile.template add_rows<false>(dq + h * kMixedTile * p.D, p.D, p.k, h / (p.H / p.Hk), p.Sk,
                                       [&](int i, int j) { return tile.dproduct(h, i, j); });
@@ -406,7 +386,7 @@ __global__ void __launch_bounds__(S::kThreads)
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_mixed_bwd_dkv_simple(const __grid_constant__ MixedBackwardLaunch p) {
   using A = typename S::A;
   __shared__ typename S::Shared shared;
@@ -419,15 +399,12 @@ __global__ void __launch_bounds__(S::kThreads)
     const int key = int(task % p.key_tiles) * kMixedTile;
     tile.clear(dk, p.Hk, p.D);
     tile.clear(dv, p.Hk, p.Dv);
-#pragma unroll 1
     for (int row = 0; row < p.Sq; row += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
-#pragma unroll 1
       for (int64_t g = 0; g < p.H; ++g)
         tile.template add_rows<true>(dv + g / group * kMixedTile * p.Dv, p.Dv, p.dout, g, p.Sq,
                                      [&](int i, int j) { return tile.dropped(g, i, j); });
       tile.compute_dscores();
-#pragma unroll 1
       for (int64_t h = 0; h < p.H; ++h)
         tile.template add_rows<true>(dk + h / group * kMixedTile * p.D, p.D, p.q, h, p.Sq,
                                      [&](int i, int j) { return tile.dproduct(h, i, j); });
@@ -440,7 +417,7 @@ __global__ void __launch_bounds__(S::kThreads)
 
 // A block owns a tile of dbias (all of a broadcast dimension) and walks over all that it was broadcast to.
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, 1)
     attention_mixed_bwd_dbias_simple(const __grid_constant__ MixedBackwardLaunch p,
                                      const __grid_constant__ BiasGrid grid) {
   using A = typename S::A;
@@ -457,15 +434,11 @@ __global__ void __launch_bounds__(S::kThreads)
     __syncthreads();
     for (int64_t n = threadIdx.x; n < p.H * kMixedPairs; n += S::kThreads) sum[n] = 0;
     __syncthreads();
-#pragma unroll 1
     for (int64_t b = first_b; b < (stride[0] ? first_b + 1 : p.B); ++b)
-#pragma unroll 1
       for (int row = first_row; row < (all_rows ? p.Sq : min64(p.Sq, first_row + 1)); row += kMixedTile)
-#pragma unroll 1
         for (int key = first_key; key < (all_keys ? p.Sk : min64(p.Sk, first_key + 1)); key += kMixedTile) {
           if (!tile.compute({b, row, key})) continue;
           tile.compute_dscores();
-#pragma unroll 1
           for (int64_t g = 0; g < p.H; ++g)
             for_own<S::kPer>([&](int i, int j) {
               const int64_t e = g * kMixedPairs + tile.pair(i, j);
@@ -478,7 +451,6 @@ __global__ void __launch_bounds__(S::kThreads)
       const int64_t g = n / keys / rows;
       const int i = int(n / keys % rows), j = int(n % keys);
       A x = 0;
-#pragma unroll 1
       for (int64_t h = g; h < (all_heads ? p.H : g + 1); ++h)
         for (int r = i; r < (all_rows ? kMixedTile : i + 1); ++r)
           for (int c = j; c < (all_keys ? kMixedTile : j + 1); ++c) x += sum[h * kMixedPairs + r * kMixedTile + c];
