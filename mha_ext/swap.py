@@ -25,15 +25,15 @@ class PackedAttention(torch.nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x [B,N,C] -> [B,N,C]. attn_mask, is_causal: as in torch's scaled_dot_product_attention."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B,H,N,D] each
-        q, k = self._apply("q_norm", q), self._apply("k_norm", k)
+        q, k = self._through("q_norm", q), self._through("k_norm", k)
         dropout = self.attn_drop.p if self.training and getattr(self, "attn_drop", None) is not None else 0.0
         out = scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal, self.scale)
-        out = self._apply("norm", out.transpose(1, 2).flatten(2))
+        out = self._through("norm", out.transpose(1, 2).flatten(2))
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
-        return self._apply("proj_drop", self.proj(out))
+        return self._through("proj_drop", self.proj(out))
 
-    def _apply(self, name: str, x: Tensor) -> Tensor:
+    def _through(self, name: str, x: Tensor) -> Tensor:
         module = getattr(self, name, None)
         return x if module is None else module(x)
 

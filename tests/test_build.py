@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,20 @@ def test_unstable_headers_are_not_included():
 def test_loads_beside_torch_of_this_version():
     major, minor = map(int, torch.__version__.split(".")[:2])
     assert (major, minor) >= (2, 11)
+
+
+def test_sdist_has_every_file(tmp_path):
+    """What git tracks, but for the settings of git, CI and pre-commit; and nothing that was built."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in (m.name for m in tar.getmembers() if m.isfile())}
+    tracked = set(subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split())
+    settings = re.compile(r"(?!\.clang-format)\.")
+    missing = {name for name in tracked - packed if not settings.match(name) and (ROOT / name).exists()}
+    assert missing == set()
+    built = {name for name in packed if name.endswith((".so", ".o", ".pyc", ".html")) or name.startswith("build/")}
+    assert built == set() and "csrc/attention.h" in packed

@@ -305,6 +305,7 @@ def test_packed(kind, options):
     assert ops.ours() == 1
     for a, b in zip(results(), expected):
         torch.testing.assert_close(a, b)
+    assert model.float()(x.float()).dtype == torch.float32  # modules convert and move as before
     report.undo()
     assert type(model) is kind
 

@@ -35,6 +35,12 @@ std::size_t attention_bwd_workspace(const AttentionBackward& p);
 void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream);
 const char* attention_bwd_kernel(const AttentionBackward& p);
 
+// Talking heads, on ordinary cores (attention_mixed_simple.cuh).
+std::size_t attention_mixed_fwd_workspace(const AttentionMixedForward& p);
+void attention_mixed_fwd(const AttentionMixedForward& p, void* workspace, cudaStream_t stream);
+std::size_t attention_mixed_bwd_workspace(const AttentionMixedBackward& p);
+void attention_mixed_bwd(const AttentionMixedBackward& p, void* workspace, cudaStream_t stream);
+
 void masked_softmax_fwd(const MaskedSoftmaxForward& p, cudaStream_t stream);
 // dbias, when it is broadcast, is summed in a fixed order.
 void masked_softmax_bwd(const MaskedSoftmaxBackward& p, cudaStream_t stream);

@@ -6,6 +6,7 @@
 
 #include "../cuda/error.h"
 #include "../cuda/kernels.h"
+#include "mixed_ops.h"
 #include "ops.h"
 
 namespace mha::torch_layer {
@@ -34,6 +35,13 @@ class OnDevice {
 // torch's allocator hands the memory out again only to later work on the same stream.
 Tensor workspace(size_t bytes, const Tensor& like) { return empty({int64_t(bytes)}, ScalarType::Byte, like); }
 
+// What the kernels of talking heads do not do.
+void refuse_mixed(const AttentionProblem& p) {
+  MHA_CHECK(!p.q_starts,
+            "pre_mix or post_mix was given with packed sequences on a GPU; accepted there: sequences padded "
+            "to one length.");
+}
+
 struct Cuda {
   static void attention_fwd(const AttentionForward& p, const Tensor& like) {
     OnDevice on(like);
@@ -44,6 +52,22 @@ struct Cuda {
     OnDevice on(like);
     Tensor space = workspace(cuda::attention_bwd_workspace(p), like);
     cuda::attention_bwd(p, space.data_ptr(), on.stream());
+  }
+  static void attention_mixed_fwd(const AttentionMixedForward& p, const Tensor& like) {
+    refuse_mixed(p);
+    OnDevice on(like);
+    Tensor space = workspace(cuda::attention_mixed_fwd_workspace(p), like);
+    cuda::attention_mixed_fwd(p, space.data_ptr(), on.stream());
+  }
+  static void attention_mixed_bwd(const AttentionMixedBackward& p, const Tensor& like) {
+    refuse_mixed(p);
+    MHA_CHECK(
+        !(p.bias_relative && p.dbias.data),
+        "pre_mix or post_mix was given with a relative bias on a GPU that requires grad; accepted there: one that "
+        "does not.");
+    OnDevice on(like);
+    Tensor space = workspace(cuda::attention_mixed_bwd_workspace(p), like);
+    cuda::attention_mixed_bwd(p, space.data_ptr(), on.stream());
   }
   static void masked_softmax_fwd(const MaskedSoftmaxForward& p, const Tensor& like) {
     cuda::masked_softmax_fwd(p, OnDevice(like).stream());
@@ -59,7 +83,10 @@ struct Cuda {
 }  // namespace
 }  // namespace mha::torch_layer
 
-STABLE_TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) { MHA_REGISTER_OPS(m, mha::torch_layer::Cuda); }
+STABLE_TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) {
+  MHA_REGISTER_OPS(m, mha::torch_layer::Cuda);
+  MHA_REGISTER_MIXED_OPS(m, mha::torch_layer::Cuda);
+}
 
 // Importing the module runs the registration above; it holds nothing else.
 PyMODINIT_FUNC PyInit__C_cuda() {

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import masks as m
 from .. import nested
 from ..functional import attention, merge_heads
+from ..packed import attention_qkvpacked
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
@@ -51,18 +52,22 @@ class _Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask, bias, given: tuple[Tensor, Tensor]) -> Tensor:
         """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]. given: the module's inputs (that
         of the queries, that of the keys); where they are nested, the heads are those of their values."""
+        options = self._options(mask, bias)
+        if given[0].is_nested:
+            return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
+        return self._project_out(attention(q, k, v, **options))
+
+    def _options(self, mask, bias) -> dict:
+        """What attention takes besides the heads."""
         if isinstance(mask, Tensor):
             mask = m.Dense(mask)
         if self._mask is not None:
             mask = self._mask if mask is None else mask & self._mask
         dropout = self.dropout if self.training else 0.0
-        options = {
+        return {
             "mask": mask, "bias": bias, "dropout_p": dropout, "softcap": self.softcap, "pre_mix": self.pre_mix,
             "post_mix": self.post_mix,
         }  # fmt: skip
-        if given[0].is_nested:
-            return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
-        return self._project_out(attention(q, k, v, **options))
 
     def _project_out(self, out: Tensor) -> Tensor:
         if self.head_mix is not None:
@@ -189,6 +194,8 @@ class SelfAttention(_Attention):
                 f"x is nested and {'the module has rope' if self.rope is not None else 'a cache or counts was given'}; "
                 "accepted: neither: pad x, or take its sequences one by one."
             )
+        if counts is None and cache is None and self._reads_packed(x):
+            return self._attend_packed(x, mask, bias)
         q, k, v = self._project(nested.values_of(x, "x") if x.is_nested else x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -243,13 +250,27 @@ class SelfAttention(_Attention):
                     "shard them over a number of processes that divides num_kv_heads."
                 )
             return q, k, v
-        heads = self._heads(self.qkv_proj(x))
-        if heads.shape[1] != self.num_heads + 2 * self.num_kv_heads:
+        heads = self._all_heads(x).transpose(1, 2)
+        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+
+    def _all_heads(self, x: Tensor) -> Tensor:
+        """[B,S,H + 2*Hk,D] of the packed projection"""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        if heads.shape[2] != self.num_heads + 2 * self.num_kv_heads:
             raise ValueError(
-                f"qkv_proj gave {heads.shape[1]} of {self.num_heads + 2 * self.num_kv_heads} heads; accepted: all of "
+                f"qkv_proj gave {heads.shape[2]} of {self.num_heads + 2 * self.num_kv_heads} heads; accepted: all of "
                 "them: shard with mha_ext.distributed.HeadParallel, or with packed=False."
             )
-        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return heads
+
+    def _reads_packed(self, x: Tensor) -> bool:
+        """Whether nothing comes between the packed projection and attention, so that its gradient is written in one piece."""
+        parts = self.q_norm, self.rope, self.pre_mix, self.post_mix, self.head_mix
+        return self.qkv_proj is not None and not x.is_nested and all(part is None for part in parts)
+
+    def _attend_packed(self, x: Tensor, mask, bias) -> Tensor:
+        options = self._options(mask, bias)
+        return self.out_proj(attention_qkvpacked(self._all_heads(x), self.num_heads, **options).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B,heads,S,D]

@@ -1,0 +1,103 @@
+"""Talking heads on CUDA: both kernels, every type and feature against the fp64 reference; see on_cuda.py."""
+
+from __future__ import annotations
+
+import cases
+import oracle
+import oracle_mixed
+import pytest
+import torch
+from on_cuda import keep_of, modifiers, moved, named, prepared, to_cuda
+
+from mha_ext import _mixed
+
+pytestmark = pytest.mark.cuda
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+# One case per type and per way through the kernels: masks by head, broadcast biases, several tiles, tails.
+TABLE = [
+    (cases.Case(2, 4, 2, 33, 40, 17, 9, F32, "causal & padding", "1,H,Sq,Sk", "bshd", sinks=True), "both"),
+    (cases.Case(1, 3, 3, 31, 66, 8, 40, F64, "dense_bh", "B,1,1,Sk", softcap=5.0, dropout_p=0.2), "both"),
+    (cases.Case(1, 4, 2, 40, 40, 16, 16, BF16, "window", "none", "packed"), "post"),
+    (cases.Case(2, 2, 1, 35, 35, 32, 32, F16, "documents & causal", "1,H,1,Sk", scale=-0.3), "pre"),
+    (cases.Case(1, 2, 2, 65, 65, 4, 4, F32, "blocks_16", "1,1,Sq,Sk", dropout_p=0.3), "pre"),
+    (cases.Case(2, 3, 1, 1, 40, 8, 8, F32, "padding", "B,1,Sq,1"), "both"),
+]  # fmt: skip
+IDS = [f"{c.id}-{kind}" for c, kind in TABLE]
+
+
+def contiguous_mixes(c: cases.Case, kind: str) -> dict[str, torch.Tensor]:
+    """torch's kernels, which would copy others, do not run on the simulated device."""
+    return {name: t.detach().contiguous().requires_grad_() for name, t in oracle_mixed.mixes(c, kind).items()}
+
+
+def run(c: cases.Case, kind: str, return_weights: bool):
+    """out, lse, weights, and the gradients by name, through autograd on CUDA."""
+    c, x = prepared(c)
+    matrices = contiguous_mixes(c, kind)
+    given = moved({**modifiers(c, x), **matrices})
+    q, k, v = map(to_cuda, (x.q, x.k, x.v))
+    op = torch.ops.mha_ext.attention_mixed_fwd.default
+    out, lse, _, weights = _mixed.attention_mixed_fwd(
+        *cases.op_arguments(op, q=q, k=k, v=v, **given, return_weights=return_weights)
+    )
+    assert out.is_cuda and out.dtype == c.dtype
+    by_name = {"bias": given["bias"], "sinks": given["sinks"]}
+    leaves = [q, k, v, *(t for t in by_name.values() if t is not None), *(given[name] for name in matrices)]
+    gradients = torch.autograd.grad(out, leaves, to_cuda(x.dout))
+    found = {"out": out.detach().cpu(), "lse": lse.detach().cpu(), **named(gradients[: len(x.leaves())], x)}
+    found |= {name: g.cpu() for name, g in zip(matrices, gradients[len(x.leaves()) :])}
+    if return_weights:
+        found["weights"] = weights.detach().cpu()
+    return c, x, matrices, found
+
+
+@pytest.mark.parametrize("n", range(len(TABLE)), ids=IDS)
+def test_against_the_truth(n):
+    c, x, matrices, found = run(*TABLE[n], return_weights=n % 2 == 0)
+    oracle.check(found, oracle_mixed.truths(c, x, matrices, keep_of(c, x)))
+
+
+def test_repeats_to_the_bit():
+    c, kind = TABLE[0]
+    first, second = (run(c, kind, False)[3] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradients_of_lse_and_weights():
+    """By the backward op itself."""
+    c, x = prepared(cases.Case(1, 3, 3, 20, 40, 8, 8, F32, "causal"))
+    matrices = contiguous_mixes(c, "both")
+    given = moved({**modifiers(c, x), **matrices})
+    q, k, v = map(to_cuda, (x.q, x.k, x.v))
+    gen = cases.generator(5)
+    dlse, dweights = cases.randn(gen, 1, 3, 20), cases.randn(gen, 1, 3, 20, 40)
+    with torch.no_grad():
+        op = torch.ops.mha_ext.attention_mixed_fwd.default
+        _, lse, lse_rest, _ = op(*cases.op_arguments(op, q=q, k=k, v=v, **given))
+        op = torch.ops.mha_ext.attention_mixed_bwd.default
+        more = {"dout": to_cuda(x.dout), "dlse": dlse.cuda(), "dweights": dweights.cuda(), "lse": lse, "lse_rest": lse_rest}
+        dq, dk, dv, _, _, dpre, dpost = op(*cases.op_arguments(op, q=q, k=k, v=v, **given, **more))
+    found = {"q": dq, "k": dk, "v": dv, "pre_mix": dpre, "post_mix": dpost}
+    oracle.check({name: t.cpu() for name, t in found.items()}, oracle_mixed.truths(c, x, matrices, None, dlse, dweights))
+
+
+def test_what_no_head_sees_has_no_influence():
+    gen = cases.generator(3)
+    q, k, v, dout = (cases.randn(gen, 1, 2, n, 8) for n in (20, 40, 40, 20))
+    seen = torch.rand(1, 2, 20, 40, generator=gen) < 0.5
+    seen[:, :, :, 3] = seen[:, :, 5] = False
+    pre, post = (torch.eye(2) + 0.3 * cases.randn(gen, 2, 2) for _ in range(2))
+
+    def results(value):
+        a, b, c, d = (t.clone() for t in (q, k, v, dout))
+        b[:, :, 3] = c[:, :, 3] = a[:, :, 5] = d[:, :, 5] = value
+        leaves = [t.cuda().requires_grad_() for t in (a, b, c, pre, post)]
+        names = dict(zip(("q", "k", "v", "pre_mix", "post_mix"), leaves))
+        op = torch.ops.mha_ext.attention_mixed_fwd.default
+        out = _mixed.attention_mixed_fwd(*cases.op_arguments(op, **names, mask=seen.cuda(), scale=0.3))[0]
+        return [t.detach().cpu() for t in (out, *torch.autograd.grad(out, leaves, d.cuda()))]
+
+    for a, b in zip(results(0.25), results(float("nan"))):
+        assert torch.equal(a, b)
