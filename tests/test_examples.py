@@ -99,3 +99,20 @@ def test_text_with_a_cache_is_the_text_without(example, tmp_path):
         texts = generate.main(arguments)
         assert all(text.startswith("The if ") for text in texts)
         assert texts == generate.main([*arguments, "--uncached"])
+
+
+def test_relative_position_is_its_definition_and_learns(example):
+    relative = example("relative_position")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 9, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+    key_table, value_table = (torch.randn(7, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    place = (torch.arange(9) - torch.arange(9)[:, None]).clamp(-3, 3) + 3
+    scores = torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + key_table[place]) / 2
+    weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bhij,bhijd->bhid", weights, v[:, :, None] + value_table[place])
+    out = relative.shaw_attention(q, k, v, key_table, value_table, mha_ext.masks.Causal())
+    torch.testing.assert_close(out, expected)
+    leaves = (q, k, v, key_table, value_table)
+    for a, b in zip(*(torch.autograd.grad(t.square().sum(), leaves) for t in (out, expected))):
+        torch.testing.assert_close(a, b)
+    assert relative.train(150) > 0.95

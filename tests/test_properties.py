@@ -6,10 +6,10 @@ import cases
 import hypothesis.strategies as st
 import oracle
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 
 import mha_ext
-from mha_ext import masks
+from mha_ext import biases, masks
 
 small = st.one_of(st.integers(1, 9), st.integers(1, 140))
 dtypes = st.sampled_from(cases.DTYPES)
@@ -28,7 +28,7 @@ def single_masks(draw, B, H, Sq, Sk, seed):
     i, j, o = torch.arange(Sq).view(1, 1, -1, 1), torch.arange(Sk).view(1, 1, 1, -1), Sk - Sq
     limit = st.one_of(st.none(), st.integers(0, 150))
     lengths = torch.tensor(draw(st.lists(st.integers(-3, Sk + 3), min_size=B, max_size=B)))
-    kinds = ["causal", "top_left", "window", "padding", "left_padding", "prefix", "dense"] + (
+    kinds = ["causal", "top_left", "window", "padding", "left_padding", "prefix", "dense", "blocks", "pattern"] + (
         ["documents"] if Sq == Sk else []
     )
     kind = draw(st.sampled_from(kinds))
@@ -49,6 +49,20 @@ def single_masks(draw, B, H, Sq, Sk, seed):
     if kind == "prefix":
         return masks.Prefix(lengths), (j < column) | (j <= i + o)
     gen = cases.generator(seed)
+    if kind == "blocks":
+        size = draw(st.one_of(st.integers(1, 9), st.sampled_from([32, 64, 100])))
+        shape = [n if draw(st.booleans()) else 1 for n in (B, H)] + [-(-Sq // size), -(-Sk // size)]
+        blocks = torch.rand(shape, generator=gen) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+        return masks.BlockSparse(draw(layouts(blocks)), size), blocks[:, :, i.flatten() // size][..., j.flatten() // size]
+    if kind == "pattern":
+        size = draw(st.sampled_from([n for n in range(1, 141) if o % n == 0]))
+        distance, column_block = (i + o) // size - j // size, j // size
+        if draw(st.booleans()):
+            stride, local = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+            seen = ((distance >= 0) & (distance < local)) | (column_block % stride == stride - 1)
+            return masks.Strided(stride, local, size), seen
+        window, dilation = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+        return masks.Dilated(window, dilation, size), (distance.abs() <= window * dilation) & (distance % dilation == 0)
     if kind == "documents":
         ids = torch.randint(-1, draw(st.integers(0, 4)) + 1, (B, Sk), generator=gen)
         ids = ids.sort(-1).values if draw(st.booleans()) else ids
@@ -92,6 +106,62 @@ def problems(draw):
     }
     rng_state = torch.tensor([draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(2)])
     return q, k, v, dout, mask, seen, bias, options, rng_state
+
+
+@st.composite
+def problems_of_every_feature(draw):
+    """A problem, and a bias object in the bias's place, sinks, both or neither."""
+    q, k, v, dout, mask, seen, bias, options, rng_state = draw(problems())
+    accumulate, gen = oracle.accumulate_dtype(q.dtype), cases.generator(draw(st.integers(0, 99)))
+    c = cases.Case(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    kind = draw(st.sampled_from(["none", *cases.RELATIVE]))
+    if kind != "none":
+        bias = cases.build_relative_bias(kind, c, gen)
+    elif bias is not None:
+        bias = bias.detach().requires_grad_()
+    sinks = None
+    if draw(st.booleans()):
+        sinks = draw(layouts(cases.randn(gen, c.H, dtype=accumulate))).mul(draw(st.sampled_from([1.0, 10.0]))).requires_grad_()
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    return cases.Inputs(q, k, v, mask, seen, bias, dout, rng_state, sinks), options
+
+
+@settings(max_examples=max(200, settings().max_examples))
+@given(problems_of_every_feature())
+def test_every_feature_together(problem):
+    x, options = problem
+    out, lse = mha_ext.attention(x.q, x.k, x.v, return_lse=True, **x.modifiers(), **options)
+    leaves = x.leaves()
+    grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), x.dout)))
+    p, shape = options["dropout_p"], (*x.q.shape[:3], x.k.shape[2])
+    keep = oracle.dropout_mask(x.rng_state.tolist(), p, *shape) if p else None
+    oracle.check({"out": out, "lse": lse, **grads}, oracle.truths(x.q, x.k, x.v, **x.definition(), keep=keep, **options))
+
+
+@given(problems_of_every_feature(), st.data())
+def test_packed_sequences_are_those_alone(problem, data):
+    """The batch as packed sequences, cut to random lengths: to the bit what each gives alone, gradients too."""
+    x, options = problem
+    lengths = [[data.draw(st.integers(0, n)) for _ in range(x.q.shape[0])] for n in (x.q.shape[2], x.k.shape[2])]
+    starts = [torch.tensor([0, *n]).cumsum(0) for n in lengths]
+    bias = x.bias if isinstance(x.bias, biases.Bias) else None
+    more = {"bias": bias, "sinks": x.sinks, **{name: n for name, n in options.items() if name != "dropout_p"}}
+
+    def pack(t, n):
+        return torch.cat([row[:, :length].transpose(0, 1) for row, length in zip(t.detach(), n)])
+
+    leaves = [pack(t, n).requires_grad_() for t, n in zip((x.q, x.k, x.v), (lengths[0], lengths[1], lengths[1]))]
+    dout = pack(x.dout, lengths[0])
+    mask = data.draw(st.sampled_from([None, masks.Causal(), masks.Window(5, 3), masks.Causal("top_left")]))
+    out, lse = mha_ext.attention_varlen(*leaves, *starts, mask=mask, return_lse=True, **more)
+    alone = []
+    for n in range(len(lengths[0])):
+        q, k, v = (t[cu[n] : cu[n + 1]].transpose(0, 1)[None] for t, cu in zip(leaves, (starts[0], starts[1], starts[1])))
+        alone.append(mha_ext.attention(q, k, v, mask=mask, return_lse=True, **more))
+    expected = torch.cat([o[0].transpose(0, 1) for o, _ in alone]), torch.cat([s[0] for _, s in alone], 1)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (out, expected[0]))):
+        assert torch.equal(a, b)
 
 
 @given(problems())
