@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "attention_mixed_simple.cuh"
+#include "attention_mixed_bwd_simple.cuh"
 #include "kernels.h"
 
 namespace mha::cuda {
