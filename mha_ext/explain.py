@@ -15,6 +15,20 @@ from .functional import attention_arguments
 _ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 
+# What may not be combined, with what, and why; docs/support.md shows it.
+REFUSED = (
+    ("return_weights", "attention_varlen, nested tensors", "sequences of different lengths have no weights of one shape"),
+    ("attn_mask", "nested tensors", "a tensor has one shape for all sequences; the masks of mha_ext.masks apply to each"),
+    ("dropout_p", "vmap", "each mapped problem would drop the same weights"),
+    ("dropout_p", "DTensors", "the dropped weights are numbered by the heads of one process"),
+    ("forward-mode differentiation", "any op", "no kernel computes it"),
+    ("pre_mix, post_mix", "attention_varlen on a GPU", "their kernel there takes sequences of one length"),
+    ("pre_mix, post_mix", "DTensors", "a process has only some of the heads"),
+    ("rope", "nested tensors", "positions would run on over the sequences"),
+    ("MultiheadAttention masks", "nested tensors", "a tensor has one shape for all sequences"),
+)  # fmt: skip
+
+
 @dataclass
 class Plan:
     """What mha_ext.attention will do for some inputs; print it. Sizes in bytes, work in floating-point operations."""
@@ -35,6 +49,7 @@ class Plan:
     tasks: tuple[int, int] | None = None  # what the threads share, forward and backward
     workspace: tuple[int, int] | None = None  # what lives during the call only, forward and backward
     advice: list[str] = field(default_factory=list)
+    combinations: list[str] = field(default_factory=list)  # of REFUSED, those of what this call uses
 
     def __str__(self) -> str:
         share = (
@@ -54,6 +69,7 @@ class Plan:
             f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}{blocks}",
             f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; {unfused}",
             f"               allocates {_amount(self.memory, 'B')}{workspace}",
+            *(f"  refused      {combination}" for combination in self.combinations),
             *(f"  advice       {advice}" for advice in self.advice),
         ]
         return "\n".join(lines)
@@ -84,7 +100,7 @@ def explain(
     Raises:
         ValueError, TypeError: what attention would raise.
     """
-    given = (q, k, v)
+    given, given_bias = (q, k, v), bias
     q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
@@ -115,7 +131,7 @@ def explain(
     return Plan(
         call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
         + (f", mask {_describe(mask)}" if mask is not None else "")
-        + (f", bias {text(bias.shape)}" if bias is not None else ""),
+        + (f", bias {text(given_bias.shape) if isinstance(given_bias, Tensor) else given_bias!r}" if bias is not None else ""),
         kernel=kernel,
         threads=threads,
         refusals=refusals,
@@ -127,6 +143,11 @@ def explain(
         memory=output + copied + numbers.get("workspace", (0,))[0],
         memory_unfused=4 * B * H * Sq * Sk,
         advice=_advice(given, args, bias, Sq, Sk, return_weights),
+        combinations=[
+            f"{what} with {other}: {why}"
+            for what, other, why in REFUSED
+            if {"dropout_p": dropout_p != 0.0, "return_weights": return_weights, "pre_mix, post_mix": mixes is not None}.get(what)
+        ],
         **numbers,
     )
 
@@ -210,7 +231,7 @@ def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[s
                 advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) is smaller")
             elif bool((row[:, :-1] <= row[:, 1:]).all()):
                 advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) is smaller")
-    constant = bias is not None and bias.numel() > 0 and not bias.requires_grad
+    constant = bias is not None and bias.dim() == 4 and bias.numel() > 0 and not bias.requires_grad
     if constant and bool(((bias == 0) | (bias == float("-inf"))).all()):
         advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
     if return_weights:
