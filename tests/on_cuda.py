@@ -49,13 +49,6 @@ def lowered(c: cases.Case, x: cases.Inputs) -> torch.Tensor:
     return x.bias.lower(c.H, c.Sq, c.Sk, oracle.accumulate_dtype(c.dtype), torch.device("cpu"))
 
 
-def refused(c: cases.Case) -> str | None:
-    """What of c has no kernel on a GPU yet."""
-    if c.sinks:
-        return "sinks"
-    return "the gradient of a relative bias" if c.bias in cases.RELATIVE else None
-
-
 def moved(arguments: dict) -> dict:
     return {name: to_cuda(value) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 

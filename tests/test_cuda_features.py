@@ -26,28 +26,6 @@ def both(tensors, dout, given, deterministic, dlse=None):
     return [t.cpu() for t in outputs[:2]], [t.cpu() for t in grads]
 
 
-def check_with_sinks(c: cases.Case, x: cases.Inputs, sinks: torch.Tensor, got, dlse) -> None:
-    """A sink is one more key that every query sees, with a score of its own and the value 0."""
-    one_more = (0, 0, 0, 1)
-    seen = torch.ones(c.B, c.H, c.Sq, c.Sk, dtype=torch.bool) if x.seen is None else x.seen
-    accumulate = oracle.accumulate_dtype(c.dtype)
-    bias = torch.zeros(1, c.H, 1, c.Sk, dtype=accumulate) if x.bias is None else x.bias.detach()
-    bias = torch.cat([bias, sinks[None, :, None, None].expand(*bias.shape[:3], 1).to(bias.dtype)], -1)
-    extended = dataclasses.replace(
-        x,
-        q=x.q.detach().requires_grad_(),
-        k=torch.nn.functional.pad(x.k.detach(), one_more).requires_grad_(),
-        v=torch.nn.functional.pad(x.v.detach(), one_more).requires_grad_(),
-        seen=torch.nn.functional.pad(seen, (0, 1), value=True),
-        bias=bias.requires_grad_(),
-    )
-    expected = truth(c, extended, dlse=dlse)
-    for name, last in (("k", -2), ("v", -2)):
-        expected[name] = part_of(expected[name], lambda t, last=last: t.narrow(last, 0, c.Sk))
-    expected["sinks"] = part_of(expected.pop("bias"), lambda t: t[0, :, :, -1].sum(-1))
-    oracle.check(got, expected)
-
-
 def part_of(t: oracle.Truth, of) -> oracle.Truth:
     return oracle.Truth(of(t.exact), None if t.rival is None else of(t.rival), of(t.magnitude), t.dtype)
 
@@ -75,7 +53,7 @@ def test_sinks(c, deterministic):
     dout = x.dout.masked_fill(blind[..., None], 0)
     (out, lse), (dq, dk, dv, _, dsinks) = both((x.q, x.k, x.v), dout, given, deterministic, dlse)
     got = {"out": out, "lse": lse, "q": dq, "k": dk, "v": dv, "sinks": dsinks}
-    check_with_sinks(c, dataclasses.replace(x, dout=dout), sinks, got, dlse)
+    oracle.check(got, truth(c, dataclasses.replace(x, dout=dout, sinks=sinks), dlse=dlse))
     assert torch.equal(lse[blind], sinks[None, :, None].expand_as(lse)[blind]) and not out[blind].any()
     # Nothing that the output gradient holds in rows that see nothing reaches a result.
     poisoned = dout.masked_fill(blind[..., None], float("nan"))
@@ -162,12 +140,10 @@ def test_packed_sequences(c, kind, relative, deterministic):
         i, j = torch.arange(Sq)[:, None] + (Sk - Sq), torch.arange(Sk)
         seen = (j <= i) if kind == "causal" else (i - 9 <= j) & (j <= i + 4)
         seen = seen.expand(1, c.H, Sq, Sk)
-        dense = None
-        if relative:
-            dense = alone["bias"][:, :, torch.arange(Sk) - torch.arange(Sq)[:, None] + Sq - 1]
-        x = cases.Inputs(*inputs[:3], None, seen, dense, inputs[3], None)
+        dense = alone["bias"][:, :, torch.arange(Sk) - torch.arange(Sq)[:, None] + Sq - 1] if relative else None
+        expected = truth(one, cases.Inputs(*inputs[:3], None, seen, dense, inputs[3], None, sinks))
         names = dict(zip(("out", "lse", "q", "k", "v"), [part[n] for part in got]))
-        check_with_sinks(one, x, sinks, {**names, "sinks": gradients[4]}, None)
+        oracle.check({**names, "sinks": gradients[4]}, expected)
     torch.testing.assert_close(grads[4], dsinks)
     if relative:
         torch.testing.assert_close(grads[3], dbias)

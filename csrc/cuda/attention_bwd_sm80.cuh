@@ -52,6 +52,9 @@ struct BackwardSm80 {
   static constexpr int kDqMt = kHead / 8 / kWarps, kDqRowWarps = 4 / (kDqMt ? kDqMt : 1);
   static_assert(!kQueryGradient || kDqMt * 8 * kWarps == kHead);
 
+  // Where a stage's NaN and Inf are kept; stages and this are relative to the start of shared memory.
+  __device__ static uint32_t specials_at(uint32_t stage) { return kStages == 1 ? kSpecialsAt : kStageBytes - stage; }
+
   // The first of a thread's warp's keys, and of the columns that it sums.
   __device__ static unsigned own_keys(unsigned thread) { return thread / 32 / kColumnSplit * kWarpKeys; }
   __device__ static unsigned column(unsigned thread) { return thread / 32 % kColumnSplit * (kHead / kColumnSplit); }
@@ -89,6 +92,8 @@ struct BackwardPlace {
   int tiles;  // of queries, of all the group's heads
   unsigned hk;
   unsigned first_head, first_block;  // the group's first query head, and that head's first row block
+  const void *queries, *douts;       // of the sequence, head 0
+  int Sq, tiles_per_head;
   bool nonfinite_keys;
 };
 
@@ -98,7 +103,8 @@ __device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackw
                                           uint32_t k_tile, uint32_t v_tile) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   const unsigned thread = threadIdx.x, lane = thread % 32, group = unsigned(p.H) / unsigned(p.Hk);
-  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys, hk = blockIdx.x / key_tiles % unsigned(p.Hk);
+  const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
+  const unsigned hk = blockIdx.x / key_tiles % unsigned(p.Hk);
   const int first_key = blockIdx.x % key_tiles * C::kKeys;
   const bool aligned = !C::kGeneral || p.aligned;
 
@@ -112,6 +118,10 @@ __device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackw
                                hk,
                                hk * group,
                                row_block(sequence, hk * group, 0),
+                               query_rows<T>(p.q, sequence, 0, p.D).data,
+                               query_rows<T>(p.dout, sequence, 0, p.Dv).data,
+                               sequence.Sq,
+                               int(sequence.row_blocks) * (kRowBlock / C::kQueries),
                                bool(__syncthreads_or(nonfinite))};
   if constexpr (C::kHeld) {
     const uint32_t a_lane = C::own_keys(thread) * Tile::kRowBytes + Tile::lane_b(lane);
@@ -128,16 +138,18 @@ __device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackw
 
 // Starts to bring a tile of queries, of dout, and of numbers of their rows to a stage.
 template <class T, class C, class Place>
-__device__ inline void load_queries(const AttentionBackwardLaunch& p, const Sequence& sequence, const Place& place,
-                                    int tile, uint32_t stage) {
+__device__ inline void load_queries(const AttentionBackwardLaunch& p, const Place& place, int tile, uint32_t stage) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   constexpr int kPerBlock = kRowBlock / C::kQueries;
-  const unsigned thread = thread_index(), tiles_per_head = sequence.row_blocks * kPerBlock;
+  const unsigned thread = thread_index(), tiles_per_head = unsigned(place.tiles_per_head);
   const unsigned h = place.first_head + unsigned(tile) / tiles_per_head;
   const int row = unsigned(tile) % tiles_per_head * C::kQueries;
   const bool aligned = !C::kGeneral || p.aligned;
-  load_tile<Tile, C::kQueries>(query_rows<T>(p.q, sequence, h, p.D), row, aligned, stage, thread);
-  load_tile<Tile, C::kQueries>(query_rows<T>(p.dout, sequence, h, p.Dv), row, aligned, stage + C::kTileBytes, thread);
+  const Matrix<T> q = {static_cast<const T*>(place.queries) + h * p.q.stride[1], p.q.stride[2], place.Sq, int(p.D)};
+  load_tile<Tile, C::kQueries>(q, row, aligned, stage, thread);
+  const Matrix<T> dout = {static_cast<const T*>(place.douts) + h * p.dout.stride[1], p.dout.stride[2], place.Sq,
+                          int(p.Dv)};
+  load_tile<Tile, C::kQueries>(dout, row, aligned, stage + C::kTileBytes, thread);
   const auto* rows = static_cast<const RowBlock<float>*>(p.rows) + place.first_block + tile / kPerBlock;
   if (thread < sizeof(*rows) / 16)
     cp_async_16(stage + 2 * C::kTileBytes + thread * 16, reinterpret_cast<const char*>(rows) + thread * 16, 16);
@@ -165,12 +177,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
   __shared__ BackwardPlace shared_place;
-  const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
   __shared__ Sequence sequence;
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   if (threadIdx.x == 0) sequence = cuda::sequence(p, blockIdx.x / key_tiles / unsigned(p.Hk));
   __syncthreads();
   if (int(blockIdx.x % key_tiles * C::kKeys) >= sequence.Sk) return;
+  const uint32_t base = shared_address(shared), k_tile = base + C::kKeysAt, v_tile = base + C::kValuesAt;
   WarpKeys<C> own;
   const BackwardPlace found = load_keys<T, C>(own, p, sequence, k_tile, v_tile);
   // Registers are short, except where warps work in pairs: what is needed once a tile is kept in shared memory, and
@@ -190,18 +202,28 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     else
       return static_cast<volatile RowTileWalk&>(shared_walks[thread_index() / 32]);
   };
-  auto tile_code = [&](int tile) -> uint32_t {
-    if constexpr (!C::kGeneral) return kShowsSome;
-    const unsigned tiles_per_head = sequence.row_blocks * (kRowBlock / C::kQueries);
-    const unsigned h = place().first_head + unsigned(tile) / tiles_per_head;
-    return mask_tile_code(p.tiles, sequence.b, h, unsigned(tile) % tiles_per_head * C::kQueries, C::kQueries,
-                          place().first_key, C::kKeys);
+  auto query_tile = [&](int number, QueryTile& tile) {
+    const unsigned tiles_per_head = unsigned(place().tiles_per_head);
+    tile.sequence = &sequence;
+    tile.h = place().first_head + unsigned(number) / tiles_per_head;
+    tile.row = unsigned(number) % tiles_per_head * C::kQueries;
+    const uint32_t code =
+        mask_tile_code(p.tiles, sequence.b, tile.h, tile.row, C::kQueries, place().first_key, C::kKeys);
+    tile.elementwise = code & kHidesSome;
+    return code;
+  };
+  auto shows = [&](int number) -> bool {
+    if constexpr (!C::kGeneral) {
+      return true;
+    } else {
+      QueryTile tile = {};
+      return query_tile(number, tile) & kShowsSome;
+    }
   };
   auto next_tile = [&] {
     const int first_key = place().first_key;
     const int next = next_row_tile<C::kQueries>(walk(), p.spans + place().first_block, place().tiles, first_key,
-                                                first_key + C::kKeys, thread_index() % 32,
-                                                [&](int tile) { return tile_code(tile) & kShowsSome; });
+                                                first_key + C::kKeys, thread_index() % 32, shows);
     walk().next = next;
     return next;
   };
@@ -209,28 +231,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   walk().seen = 0;
   uint32_t stage = base;
   auto next_stage = [&] { return C::kStages == 1 ? base : base + (base + C::kStageBytes - stage); };
-  if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, sequence, place(), tile, stage);
+  if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, place(), tile, stage);
 
   for (int number; (number = walk().next) >= 0;) {
     walk().tile = number;
-    const bool elementwise = tile_code(number) & kHidesSome;
     cp_async_wait<0>();
     __syncthreads();
-    uint16_t* specials = reinterpret_cast<uint16_t*>(shared + (C::kStages == 1 ? C::kSpecialsAt : next_stage() - base));
-    QueryTile tile = {stage, reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes),
-                      specials, &sequence, elementwise};
-    if constexpr (C::kGeneral || C::kQueries < kRowBlock) {
-      const unsigned tiles_per_head = sequence.row_blocks * (kRowBlock / C::kQueries);
-      tile.h = place().first_head + unsigned(number) / tiles_per_head;
-      tile.row = unsigned(number) % tiles_per_head * C::kQueries;
-    }
+    QueryTile tile = {stage, reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes)};
+    if constexpr (C::kGeneral || C::kQueries < kRowBlock) query_tile(number, tile);
     const Span& span = tile.rows->span;
     const int first_key = place().first_key;
-    const bool edge = elementwise || span.full_begin > first_key || span.full_end < first_key + C::kKeys;
-    const bool nonfinite = edge && take_tile_specials<T, C>(stage, specials);
+    const bool edge = tile.elementwise || span.full_begin > first_key || span.full_end < first_key + C::kKeys;
+    const bool nonfinite =
+        edge && take_tile_specials<T, C>(stage, reinterpret_cast<uint16_t*>(shared + C::specials_at(stage - base)));
     walk().nonfinite = nonfinite;
     if (const int next = next_tile(); next >= 0 && C::kStages > 1 && !nonfinite)
-      load_queries<T, C>(p, sequence, place(), next, next_stage());
+      load_queries<T, C>(p, place(), next, next_stage());
     if (!C::kGeneral && !edge)  // most tiles need no look at what their rows see
       add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base + C::kGradientAt);
     else
@@ -244,7 +260,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     if (C::kStages == 1 || walk().nonfinite) {  // the next stage was still in use
       __syncthreads();
-      if (const int next = walk().next; next >= 0) load_queries<T, C>(p, sequence, place(), next, next_stage());
+      if (const int next = walk().next; next >= 0) load_queries<T, C>(p, place(), next, next_stage());
     }
     stage = next_stage();
   }

@@ -18,11 +18,11 @@ __device__ inline void no_loads_ahead() { __syncwarp(); }
 struct QueryTile {
   uint32_t stage;  // queries, then dout
   const RowBlock<float>* rows;
-  const uint16_t* specials;  // NaN and Inf that were taken out of the queries, then of dout
-  const Sequence* sequence;
-  bool elementwise;  // the mask's blocks and the like hide some of it
-  unsigned h = 0;    // for kernels that do everything
-  int row = 0;       // the first one; where a tile is a row block, also only for these
+  // For kernels that do everything: also whether pairs need more of a look than their rows' intervals.
+  const Sequence* sequence = nullptr;
+  unsigned h = 0;
+  bool elementwise = false;
+  int row = 0;  // the first one; where a tile is a row block, also only for these
 };
 
 template <class C>
@@ -58,7 +58,10 @@ template <class C>
 __device__ inline void add_query_specials(WarpKeys<C>& own, const QueryTile& tile, int step, uint32_t visible,
                                           unsigned thread) {
   constexpr int kChunks = C::kHead / 8;
-  const uint16_t* specials = tile.specials + step * kChunks + C::column(thread) / 8;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const uint16_t* specials =
+      reinterpret_cast<const uint16_t*>(shared + C::specials_at(tile.stage - shared_address(shared))) + step * kChunks +
+      C::column(thread) / 8;
   add_specials<C::kMt, 2>(own.dv, visible, specials + C::kSpecials, thread % 32, kChunks);
   add_specials<C::kMt, 2>(own.dk, visible, specials, thread % 32, kChunks);
 }
