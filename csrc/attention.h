@@ -50,7 +50,24 @@ MHA_HD inline int64_t sequence_shift(const AttentionProblem& p, int64_t num_quer
   return (num_keys - num_queries) - (p.Sk - p.Sq);
 }
 
+// How a cache holds keys and values. By default, as other tensors are held.
+struct KeyValueStore {
+  // Pages: k and v are [pages,Hk,page_size,D] and [pages,Hk,page_size,Dv]; key j of sequence b is row j % page_size of
+  // page table[b * table_stride_b + j / page_size]. Sk is a multiple of page_size. Entries for keys that nothing sees
+  // are not read.
+  const int64_t* table = nullptr;  // null: not paged
+  int64_t table_stride_b = 0, page_size = 0, pages = 0;
+  // Quantised: elements of `type`, e4m3 or i8, times the head's scale.
+  bool quantised = false;
+  DType type = DType::i8;
+  const float *k_scale = nullptr, *v_scale = nullptr;  // [B,Hk]
+  int64_t scale_stride_b = 0, scale_stride_h = 0;
+};
+
 struct AttentionForward : AttentionProblem {
+  KeyValueStore store;
+  DType kv_type() const { return store.quantised ? store.type : dtype; }
+
   Tensor4 out;  // [B,H,Sq,Dv]
   void* lse =
       nullptr;  // [B,H,Sq] by rows_stride, accumulate type: natural log of the softmax denominator (before dropout)

@@ -5,6 +5,7 @@ import importlib
 from . import _flops as _flops  # registers what torch counts for the ops
 from . import biases, masks, nn, reference
 from ._ops import build_info
+from .cached import attention_cached
 from .explain import Plan, explain
 from .functional import (
     attention,
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "SwapReport",
     "attention",
+    "attention_cached",
     "attention_qkvpacked",
     "attention_varlen",
     "biases",

@@ -42,6 +42,7 @@ _lib.define(
     "Tensor lse_rest)"
 )
 
+attention_cached = torch.ops.mha_ext.attention_cached.default  # has no gradient
 dropout_mask = torch.ops.mha_ext.dropout_mask.default
 draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
 
@@ -77,6 +78,11 @@ def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, blocks, left, right, 
       max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic):  # fmt: skip
     weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
     return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
+
+
+@torch.library.register_fake("mha_ext::attention_cached", lib=_lib)
+def _(q, k, v, *args):
+    return _in_order_of(q, v.shape[3]), _lse_of(q)
 
 
 @torch.library.register_fake("mha_ext::attention_bwd", lib=_lib)

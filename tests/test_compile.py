@@ -237,6 +237,14 @@ def test_opcheck_masked_softmax(how):
     torch.library.opcheck(backward, cases.op_arguments(backward, **given, dout=dout, need_dbias="bias" in given))
 
 
+def test_opcheck_attention_cached():
+    op, q, kv = torch.ops.mha_ext.attention_cached.default, randn(2, 4, 3, 8), randn(5, 2, 4, 8)
+    scales = {"k_scale": torch.ones(1, 2), "v_scale": torch.ones(1, 2)}
+    paged = {"block_table": torch.tensor([[0, 1], [2, 3]]), "page_size": 4, "scale": 0.5, "right": 0}
+    for k, more in ((kv, {}), (kv.to(torch.int8), scales)):
+        torch.library.opcheck(op, cases.op_arguments(op, q=q, k=k, v=k, **paged, **more))
+
+
 def test_opcheck_the_small_ops():
     ops = torch.ops.mha_ext
     torch.library.opcheck(ops.split_heads.default, (randn(2, 3, 8, grad=True), 2))
@@ -251,6 +259,7 @@ def test_every_op_has_an_opcheck_here():
     checked = {
         "attention_fwd",
         "attention_bwd",
+        "attention_cached",
         "attention_packed_fwd",  # test_packed.py
         "attention_packed_bwd",
         "attention_mixed_fwd",  # test_mixed.py

@@ -1,87 +1,19 @@
 // Attention forward, blocked: a block of queries lies in vector lanes, visits its key tiles, and keeps a running
 // maximum and sum per lane. Per tile:
 //   S^T[j][q] = sum_d K[j][d] Q^T[d][q];   softmax down the columns;   O^T[d][q] += sum_j V[j][d] P^T[j][q]
+// Where queries are few, the keys of a block are split, too: each part keeps its own maximum, sum and output, and they
+// are merged in the order of the keys. What is split depends on shapes alone, so results don't depend on the threads.
 #pragma once
 
+#include "attention_fwd_space.h"
 #include "finite_rows.h"
-#include "operands.h"
-#include "parallel.h"
 #include "philox_vec.h"
 #include "score_tile.h"
 #include "sequence.h"
+#include "stored_head.h"
 #include "tile_mask.h"
 
 MHA_ISA_BEGIN
-
-// How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query
-// heads of a key/value head, so that its keys and values are read once.
-struct ForwardPlan {
-  int64_t lists, heads_per_list, rows_per_list, block_rows, blocks_per_list, tasks;
-
-  explicit ForwardPlan(const AttentionProblem& p) {
-    const int64_t group = p.Hk > 0 ? p.H / p.Hk : 1;
-    heads_per_list = p.Sq < kMaxRows ? group : 1;
-    lists = p.B * (p.H / (heads_per_list > 0 ? heads_per_list : 1));
-    rows_per_list = heads_per_list * p.Sq;
-    block_rows = kMaxRows;
-    blocks_per_list = (rows_per_list + block_rows - 1) / block_rows;
-    tasks = lists * blocks_per_list;
-  }
-};
-
-// The packed keys and values of a whole head, which serve all its blocks.
-template <class Unit>
-struct PackedHead {
-  int64_t head;  // b * Hk + key/value head; -1: none yet
-  Broadcast<Unit> k, v;
-};
-
-// What one thread works in. Unit is what the products multiply, T what they sum.
-template <class Unit>
-struct ForwardScratch {
-  using T = typename Product<Unit>::Acc;
-  RowBlock* block;
-  TileMask<T>* mask;
-  T *row_max, *row_sum, *rescale;  // [kMaxRows]
-  uint32_t *batch_head, *query;    // [kMaxRows]
-  Unit* q;                         // [units(D)][kMaxRows]
-  bool whole_head;                 // k and v hold a packed head, not a tile
-  PackedHead<Unit>* packed;
-  Unit *k, *v;           // keys and values, packed
-  Unit* finite_v;        // values of a tile for FiniteRows
-  T* score;              // [kMaxKeys][kMaxRows]
-  T *bias, *multiplier;  // [kMaxKeys][kMaxRows]
-  Unit* weight;          // [units(kMaxKeys)][kMaxRows]
-  T* out;                // [Dv][kMaxRows]
-  std::size_t bytes;
-
-  ForwardScratch(const AttentionForward& p, void* base) {
-    Arena arena(base);
-    const int64_t D = p.D, Dv = p.Dv, tile = kMaxKeys * kMaxRows;
-    block = arena.take<RowBlock>(1);
-    mask = arena.take<TileMask<T>>(1);
-    row_max = arena.take<T>(kMaxRows);
-    row_sum = arena.take<T>(kMaxRows);
-    rescale = arena.take<T>(kMaxRows);
-    batch_head = arena.take<uint32_t>(kMaxRows);
-    query = arena.take<uint32_t>(kMaxRows);
-    q = arena.take<Unit>(units<Unit>(int(D)) * kMaxRows);
-    const bool packs = sizeof(Unit) != size_of(p.dtype);
-    const int64_t head_bytes = p.Sk * (D + Dv) * int64_t(sizeof(Unit)) / kUnitK<Unit>;
-    whole_head = packs && p.Sq > kMaxRows && head_bytes <= kPackedHeadBytes;
-    const int packed_keys = whole_head ? int(p.Sk) : kMaxKeys;
-    packed = arena.take<PackedHead<Unit>>(1);
-    k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
-    v = arena.take<Unit>(units<Unit>(packed_keys) * Dv);
-    finite_v = whole_head ? arena.take<Unit>(units<Unit>(kMaxKeys) * Dv) : v;
-    score = arena.take<T>(tile);
-    bias = arena.take<T>(p.bias.data ? tile : 0);
-    multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
-    weight = arena.take<Unit>(std::is_same_v<Unit, Pair> ? tile : 0);
-    out = arena.take<T>(Dv * kMaxRows);
-    bytes = arena.used();
-  }
-};
 
 // The forward pass of one block of queries. Degree: of the exp2 polynomial.
 template <class Unit, int Degree>
@@ -92,50 +24,70 @@ struct ForwardBlock {
   static constexpr T kInf = std::numeric_limits<T>::infinity();
 
   const AttentionForward& p;
-  const ScoreRule<T> rule;
+  ScoreRule<T> rule;
   ForwardScratch<Unit> s;
-  const void *k_base = nullptr, *v_base = nullptr;  // of the block's batch and key/value head
-  int lanes = 0;                                    // rows rounded up to whole vectors
+  StoredHead kv;     // of the block's batch and key/value head
+  int lanes = 0;     // rows rounded up to whole vectors
+  bool few = false;  // few rows: head elements in lanes, not rows
 
-  ForwardBlock(const AttentionForward& problem, void* scratch) : p(problem), rule(problem), s(problem, scratch) {}
+  ForwardBlock(const AttentionForward& problem, const ForwardPlan& plan, void* scratch)
+      : p(problem), rule(problem), s(problem, plan, scratch) {}
 
-  void run(int64_t b, int64_t first_head, int64_t first_row, int rows) {
+  // Returns whether some row sees some of the keys first_key .. last_key, which visit_keys is to visit then.
+  bool set_block(int64_t b, int64_t first_head, int64_t first_row, int rows, int64_t first_key, int64_t last_key) {
     set_rows(s.block, p.mask, b, first_head, first_row, rows, p.Sq, p.Sk);
     lanes = round_up(rows, L);
-    const int64_t kv_head = first_head / (p.H / p.Hk);
-    k_base = element(p.k.data, p.dtype, b * p.k.stride[0] + kv_head * p.k.stride[1]);
-    v_base = element(p.v.data, p.dtype, b * p.v.stride[0] + kv_head * p.v.stride[1]);
+    few = rows <= kFewRows;
+    kv = StoredHead(p, b, first_head / (p.H / p.Hk));
+    if (p.store.quantised) rule = ScoreRule<T>(p, kv.k_scale);
+    return max64(s.block->any_begin, first_key) < min64(s.block->any_end, last_key);
+  }
+
+  // Visits the keys first_key .. last_key that some row sees. Returns whether there are any.
+  bool visit_keys(int64_t first_key, int64_t last_key) {
     load_rows();
-    if (s.whole_head) pack_head(b * p.Hk + kv_head);
+    if (s.whole_head) pack_head();
     bool first = true;
     // Tiles of a packed head are whole units; a key that this may add is hidden like any other.
     const int64_t unit = s.whole_head ? kUnitK<Unit> : 1;
-    const int64_t begin = s.block->any_begin / unit * unit;
-    const int64_t end = min64(p.Sk, (s.block->any_end + unit - 1) / unit * unit);
-    for (int64_t j = begin; j < end; j += kMaxKeys) first = !visit(j, int(min64(kMaxKeys, end - j)), first) && first;
-    if (first) std::fill_n(s.out, p.Dv * kMaxRows, T(0));
+    const int64_t begin = max64(s.block->any_begin / unit * unit, first_key);
+    const int64_t end = min64(last_key, (s.block->any_end + unit - 1) / unit * unit);
+    for (int64_t j = begin; j < end;) {
+      const int keys = kv.tile_keys(j, end);
+      first = !visit(j, keys, first) && first;
+      j += keys;
+    }
+    return !first;
+  }
+
+  void finish(bool any) {
+    if (!any) std::fill_n(s.out, p.Dv * (few ? s.block->rows : kMaxRows), T(0));
     store_rows();
     if (p.weights.data) store_weights();
   }
 
-  void pack_head(int64_t head) {
-    if (s.packed->head == head) return;
-    s.packed->head = head;
-    s.packed->k = rows_operand(k_base, p.dtype, p.k.stride[2], int(p.Sk), int(p.D), s.k);
-    s.packed->v = columns_operand(v_base, p.dtype, p.v.stride[2], int(p.Sk), int(p.Dv), s.v);
+  void pack_head() {
+    if (s.packed->head == kv.index) return;
+    s.packed->head = kv.index;
+    s.packed->k = rows_operand(kv.key(0), kv.type, p.k.stride[2], int(p.Sk), int(p.D), s.k);
+    s.packed->v = columns_operand(kv.value(0), kv.type, p.v.stride[2], int(p.Sk), int(p.Dv), s.v);
   }
 
   Broadcast<Unit> key_operand(int64_t first_key, int keys) {
     if (s.whole_head) return {s.packed->k.a + first_key * s.packed->k.am, s.packed->k.am, s.packed->k.ak};
-    const void* k = element(k_base, p.dtype, first_key * p.k.stride[2]);
-    return rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), s.k);
+    const void* k = kv.key(first_key);
+    if constexpr (std::is_same_v<Unit, Pair>) {  // few rows read each key once: no copy, wherever its rows lie
+      if (few && kv.type == DType::bf16 && p.D % 2 == 0 && p.k.stride[2] % 2 == 0)
+        return {static_cast<const Pair*>(k), p.k.stride[2] / 2, 1};
+    }
+    return rows_operand(k, kv.type, p.k.stride[2], keys, int(p.D), s.k);
   }
 
   Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
     if (s.whole_head) {
       return {s.packed->v.a + first_key / kUnitK<Unit> * s.packed->v.ak, s.packed->v.am, s.packed->v.ak};
     }
-    return columns_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.v);
+    return columns_operand(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.v);
   }
 
   void row_offsets(int64_t* offset, const int64_t* stride) const {
@@ -145,7 +97,12 @@ struct ForwardBlock {
   void load_rows() {
     int64_t offset[kMaxRows];
     row_offsets(offset, p.q.stride);
-    transposed_operand(s.q, kMaxRows, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+    if (few) {
+      few_queries(s.q, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+      std::fill_n(s.score, kMaxKeys * kMaxRows, T(0));  // lanes beyond the rows stay finite
+    } else {
+      transposed_operand(s.q, kMaxRows, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+    }
     for (int r = 0; r < lanes; ++r) s.row_max[r] = -kInf, s.row_sum[r] = T(0);
     if (!p.dropout.rng_state) return;
     for (int r = 0; r < kMaxRows; ++r) {
@@ -160,8 +117,15 @@ struct ForwardBlock {
     TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
     if (kind == TileKind::none) return kind;
     Broadcast<Unit> key = key_operand(first_key, keys);
-    gemm<Unit>(keys, lanes, units<Unit>(int(p.D)), key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows,
-               Start::zero);
+    if (few) {
+      const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
+      const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
+                              {static_cast<const char*>(kv.key(first_key)) + keys * k_stride, k_stride, p.D * size}};
+      few_scores(key, keys, units<Unit>(int(p.D)), s.q, few_ld<Unit>(int(p.D)), s.block->rows, s.score, ahead);
+    } else {
+      gemm<Unit>(keys, lanes, units<Unit>(int(p.D)), key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows,
+                 Start::zero);
+    }
     if (!rule.raw) {
       if (p.bias.data) {
         with_storage<T>(p.bias_dtype, [&](auto* src) {
@@ -181,13 +145,20 @@ struct ForwardBlock {
     if (kind == TileKind::none) return false;
     const bool moved = softmax(keys);
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
-    const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
-    const void* v = element(v_base, p.dtype, first_key * p.v.stride[2]);
+    const void* v = kv.value(first_key);
     FiniteRows<Unit> finite;
-    const Broadcast<Unit> value = kind == TileKind::all || all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv))
+    const Broadcast<Unit> value = kind == TileKind::all || all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv))
                                       ? value_operand(v, first_key, keys)
-                                      : finite.take(v, p.dtype, p.v.stride[2], keys, int(p.Dv), s.finite_v);
+                                      : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.finite_v);
     const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
+    if (few) {
+      if (moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
+      gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, value.a, value.ak, s.out, p.Dv,
+                 first ? Start::zero : Start::add);
+      finite.add_keys_by_row(s.out, s.score, *s.mask, s.block->rows);
+      return true;
+    }
+    const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
     gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
                start, s.rescale);
     finite.add_keys(s.out, s.score, *s.mask, lanes);
@@ -219,6 +190,35 @@ struct ForwardBlock {
     return moved;
   }
 
+  // Adds what other keys have come to; the first replaces what there is.
+  void add(const Partial<T>& part, bool first) {
+    const int size = int(p.Dv) * (few ? s.block->rows : kMaxRows);
+    if (first) {
+      std::copy_n(part.row_max, lanes, s.row_max);
+      std::copy_n(part.row_sum, lanes, s.row_sum);
+      std::copy_n(part.out, size, s.out);
+      return;
+    }
+    T* other = s.score;  // [kMaxRows], factors
+    const V exponent = set1(rule.exponent), lowest = set1(-kInf);
+    for (int r = 0; r < lanes; r += L) {
+      const V a = load(s.row_max + r), b = load(part.row_max + r), top = max(a, b);
+      const V base = select(equal(top, lowest), set1(T(0)), top);
+      const V factor = exp2<Degree>((a - base) * exponent), other_factor = exp2<Degree>((b - base) * exponent);
+      store(s.row_sum + r, fma(load(s.row_sum + r), factor, load(part.row_sum + r) * other_factor));
+      store(s.row_max + r, top);
+      store(s.rescale + r, factor);
+      store(other + r, other_factor);
+    }
+    if (few) return few_add(s.out, part.out, int(p.Dv), s.rescale, other, s.block->rows);
+    for (int64_t d = 0; d < p.Dv; ++d) {
+      for (int r = 0; r < lanes; r += L) {
+        T* out = s.out + d * kMaxRows + r;
+        store(out, fma(load(out), load(s.rescale + r), load(part.out + d * kMaxRows + r) * load(other + r)));
+      }
+    }
+  }
+
   void apply_dropout(int64_t first_key, int keys) {
     dropout_multipliers(s.multiplier, kMaxRows, p.dropout, s.batch_head, s.query, lanes, first_key, keys);
     for (int j = 0; j < keys; ++j) {
@@ -247,16 +247,26 @@ struct ForwardBlock {
   void store_rows() {
     const V zero = set1(T(0));
     finish_rows(s.rescale);
+    T factor[kMaxRows];  // s.rescale is what store_weights multiplies by, too
+    for (int r = 0; r < lanes; ++r) factor[r] = s.rescale[r] * T(kv.v_scale);
+    int64_t offset[kMaxRows];
+    row_offsets(offset, p.out.stride);
+    if (few) {
+      for (int r = 0; r < s.block->rows; ++r) {
+        if (s.row_sum[r] == 0) std::fill_n(s.out + r * p.Dv, p.Dv, T(0));
+      }
+      few_rescale(s.out, int(p.Dv), factor, s.block->rows);
+      few_store(p.out.data, p.dtype, offset, s.out, s.block->rows, int(p.Dv));
+      return;
+    }
     for (int r = 0; r < lanes; r += L) {
-      V inverse = load(s.rescale + r);  // what store_weights multiplies by, too
+      V inverse = load(factor + r);
       VecMask<T> empty = equal(load(s.row_sum + r), zero);
       for (int64_t d = 0; d < p.Dv; ++d) {
         T* out = s.out + d * kMaxRows + r;
         store(out, select(empty, zero, load(out) * inverse));
       }
     }
-    int64_t offset[kMaxRows];
-    row_offsets(offset, p.out.stride);
     untranspose_rows(p.out.data, p.dtype, offset, s.out, kMaxRows, s.block->rows, int(p.Dv));
   }
 
@@ -286,24 +296,58 @@ struct ForwardBlock {
   }
 };
 
+// Blocks whose keys are cut into parts: first all parts of all blocks, then block after block is put together.
+template <class Unit, int Degree>
+inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, void* workspace) {
+  const AttentionForward& p = space.p;
+  const ForwardPlan& plan = space.plan;
+  auto set_block = [&](ForwardBlock<Unit, Degree>& block, int64_t n, int64_t first_key, int64_t last_key) {
+    const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
+    const int64_t first = n % plan.blocks_per_list * plan.block_rows;
+    return block.set_block(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
+                           int(min64(plan.block_rows, plan.rows_per_list - first)), first_key, last_key);
+  };
+  for_each_task(threads, plan.tasks * plan.parts, [&](int64_t task, int thread) {
+    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
+    const auto sums = space.of_part(workspace, threads.count, task);
+    const int64_t first_key = task % plan.parts * plan.part_keys, last_key = min64(p.Sk, first_key + plan.part_keys);
+    block.s.use(sums);
+    *sums.any = set_block(block, task / plan.parts, first_key, last_key) && block.visit_keys(first_key, last_key);
+  });
+  for_each_task(threads, plan.tasks, [&](int64_t n, int thread) {
+    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
+    set_block(block, n, 0, p.Sk);
+    block.load_rows();
+    bool any = false;
+    for (int64_t part = 0; part < plan.parts; ++part) {
+      const auto sums = space.of_part(workspace, threads.count, n * plan.parts + part);
+      if (*sums.any) block.add(sums, !any);
+      any |= *sums.any != 0;
+    }
+    block.finish(any);
+  });
+}
+
 template <class Unit, int Degree>
 inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
-  const ForwardPlan plan(p);
-  const ForwardScratch<Unit> sizes(p, nullptr);
-  const std::size_t bytes = sizes.bytes;
+  const ForwardSpace<Unit> space(p);
+  const ForwardPlan& plan = space.plan;
+  const ForwardScratch<Unit>& sizes = space.scratch;
+  if (plan.parts > 1) return run_parts<Unit, Degree>(space, threads, workspace);
   for (int thread = 0; thread < threads.count; ++thread) {
-    ForwardScratch<Unit>(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes).packed->head = -1;
+    ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
   }
   // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
   const int64_t run = sizes.whole_head && plan.lists >= 16 * threads.count ? plan.blocks_per_list : 1;
   for_each_task(threads, plan.tasks / run, [&](int64_t task, int thread) {
-    ForwardBlock<Unit, Degree> block(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes);
+    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
     for (int64_t n = task * run; n < (task + 1) * run; ++n) {
       const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
       // The last queries first: under a causal mask they see the most keys.
       const int64_t first = (plan.blocks_per_list - 1 - n % plan.blocks_per_list) * plan.block_rows;
-      block.run(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
-                int(min64(plan.block_rows, plan.rows_per_list - first)));
+      block.set_block(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
+                      int(min64(plan.block_rows, plan.rows_per_list - first)), 0, p.Sk);
+      block.finish(block.visit_keys(0, p.Sk));
     }
   });
 }
@@ -323,12 +367,11 @@ inline void attention_fwd(const AttentionForward& p, const Threads& threads, voi
 }
 
 inline std::size_t sequence_fwd_workspace(const AttentionForward& p, int threads) {
-  std::size_t bytes =
-      p.dtype == DType::f64 ? ForwardScratch<double>(p, nullptr).bytes : ForwardScratch<float>(p, nullptr).bytes;
+  if (p.dtype == DType::f64) return ForwardSpace<double>(p).bytes(threads);
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) bytes = ForwardScratch<Pair>(p, nullptr).bytes;
+  if (p.dtype == DType::bf16) return ForwardSpace<Pair>(p).bytes(threads);
 #endif
-  return bytes * std::size_t(threads);
+  return ForwardSpace<float>(p).bytes(threads);
 }
 
 inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {

@@ -19,7 +19,7 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   if (p.dtype == DType::bf16) plan.arithmetic = "bf16 pairs, summed in float";
 #endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
-  plan.fwd_tasks = ForwardPlan(p).tasks, plan.bwd_tasks = BackwardPlan(backward).units();
+  plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = BackwardPlan(backward).units();
   plan.fwd_workspace = attention_fwd_workspace(forward, threads);
   plan.bwd_workspace = attention_bwd_workspace(backward, threads);
   return plan;

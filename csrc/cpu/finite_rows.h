@@ -49,6 +49,17 @@ class FiniteRows {
     });
   }
 
+  // The same for rows * cols sums[query][column].
+  void add_keys_by_row(T* sum, const T* weight, const TileMask<T>& mask, int rows) const {
+    for_each_left_out([&](int j, const T* row, int first, int cols) {
+      for (int r = 0; r < rows; ++r) {
+        if (!mask.visible_pair(j, r)) continue;
+        T* to = sum + r * cols_ + first;
+        for (int c = 0; c < cols; ++c) to[c] += weight[j * kMaxRows + r] * row[c];
+      }
+    });
+  }
+
   // The rows are queries: sum[key][column] += weight[key][query] * row[query][column].
   void add_queries(T* sum, const T* weight, const TileMask<T>& mask, int keys) const {
     for_each_left_out([&](int r, const T* row, int first, int cols) {

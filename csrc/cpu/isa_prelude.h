@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,6 +31,10 @@ struct bf16 {
 };
 struct f16 {
   uint16_t bits;
+};
+// Of caches: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; no infinity, NaN is 0x7F and 0xFF.
+struct e4m3 {
+  uint8_t bits;
 };
 
 }  // namespace mha::cpu

@@ -22,14 +22,54 @@ struct Broadcast {
   int64_t am, ak;
 };
 
+// Quantised rows as pairs along the row; bf16 holds their elements exactly.
+inline void pairs_of_rows(Pair* dst, int n, const void* src, DType type, int64_t stride, int rows, int cols) {
+  constexpr int L = VecF::lanes;
+  with_quantised(type, [&](auto* s) {
+    for (int r = 0; r < rows; ++r, dst += n) {
+      const auto* row = static_cast<decltype(s)>(src) + r * stride;
+      bf16* to = &dst->x[0];
+      dst[n - 1] = Pair{};
+      int c = 0;
+      for (; c + L <= cols; c += L) store(to + c, load(row + c));
+      if (c < cols) store_n(to + c, load_n(row + c, cols - c), cols - c);
+    }
+  });
+}
+
+// Two rows of a column operand of pairs; without `two`, the second is 0.
+template <class S>
+MHA_INLINE void pairs_of_columns(Pair* dst, const S* row, const S* next, bool two, int cols) {
+  int c = 0;
+#ifdef MHA_HAS_BF16_DOT
+  constexpr int L = VecF::lanes;
+  if constexpr (std::is_same_v<S, bf16>) {
+    for (; c + 2 * L <= cols; c += 2 * L) interleave_rows(dst + c, row + c, two ? next + c : nullptr);
+  }
+  for (; c + L <= cols; c += L) {
+    store(dst + c, interleave_bf16(load(row + c), two ? load(next + c) : set1(0.0f)));
+  }
+#endif
+  for (; c < cols; ++c) {
+    bf16 pair[2] = {};
+    store_n(pair, load_n(row + c, 1), 1);
+    if (two) store_n(pair + 1, load_n(next + c, 1), 1);
+    dst[c] = {{pair[0], pair[1]}};
+  }
+}
+
 // Rows of a tensor (keys) as A(m = row, k = column); scratch holds rows * units(cols).
 template <class Unit>
 inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
   if constexpr (std::is_same_v<Unit, Pair>) {
     // Rows that lie apart ([B,S,H,D] in memory) are fetched slowly: they are copied, once per head where forward keeps
     // it.
-    if (cols % 2 == 0 && stride == cols) return {static_cast<const Pair*>(src), stride / 2, 1};
+    if (type == DType::bf16 && cols % 2 == 0 && stride == cols) return {static_cast<const Pair*>(src), stride / 2, 1};
     const int n = units<Pair>(cols);
+    if (type != DType::bf16) {
+      pairs_of_rows(scratch, n, src, type, stride, rows, cols);
+      return {scratch, n, 1};
+    }
     for (int r = 0; r < rows; ++r) {
       scratch[r * n + n - 1] = Pair{};
       std::memcpy(scratch + r * n, static_cast<const bf16*>(src) + r * stride, size_t(cols) * sizeof(bf16));
@@ -46,18 +86,16 @@ inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride,
 template <class Unit>
 inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
   if constexpr (std::is_same_v<Unit, Pair>) {
-    const bf16* row = static_cast<const bf16*>(src);
-    for (int r = 0; r < rows; r += 2, row += 2 * stride) {
-      Pair* dst = scratch + r / 2 * cols;
-      const bool two = r + 1 < rows;
-      int c = 0;
-#ifdef MHA_HAS_BF16_DOT
-      for (; c + VecF::lanes <= cols; c += VecF::lanes) {
-        store(dst + c, interleave_bf16(load(row + c), two ? load(row + stride + c) : set1(0.0f)));
+    auto pack = [&](auto* s) {
+      const auto* row = static_cast<decltype(s)>(src);
+      for (int r = 0; r < rows; r += 2, row += 2 * stride) {
+        pairs_of_columns(scratch + r / 2 * cols, row, row + stride, r + 1 < rows, cols);
       }
-#endif
-      for (; c < cols; ++c) dst[c] = {{row[c], two ? row[stride + c] : bf16{}}};
-    }
+    };
+    if (type == DType::bf16)
+      pack(static_cast<const bf16*>(nullptr));
+    else
+      with_quantised(type, pack);
     return {scratch, 1, cols};
   } else {
     if (sizeof(Unit) == size_of(type)) return {static_cast<const Unit*>(src), 1, stride};

@@ -1,6 +1,8 @@
 // Copies of tiles between tensors (any storage type, any row positions) and scratch in the layout that gemm wants.
 #pragma once
 
+#include "quantised.h"
+
 MHA_ISA_BEGIN
 
 // Calls f with a null pointer of the storage type: fp64 computes in double, every other type in float.
@@ -15,6 +17,22 @@ MHA_INLINE void with_storage(DType type, F f) {
   } else {
     f(static_cast<const float*>(nullptr));
   }
+}
+
+// Likewise, for the types of quantised caches.
+template <class F>
+MHA_INLINE void with_quantised(DType type, F f) {
+  if (type == DType::e4m3) return f(static_cast<const e4m3*>(nullptr));
+  f(static_cast<const int8_t*>(nullptr));
+}
+
+// Likewise for keys and values, which caches may hold quantised.
+template <class T, class F>
+MHA_INLINE void with_stored(DType type, F f) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (size_of(type) == 1) return with_quantised(type, f);
+  }
+  with_storage<T>(type, f);
 }
 
 inline void* element(void* data, DType type, int64_t offset) {
@@ -36,7 +54,7 @@ inline void copy_rows(T* dst, int64_t ld, const S* src, int64_t stride, int rows
 }
 template <class T>
 inline void copy_rows(T* dst, int64_t ld, const void* src, DType type, int64_t stride, int rows, int cols) {
-  with_storage<T>(type, [&](auto* s) { copy_rows(dst, ld, static_cast<decltype(s)>(src), stride, rows, cols); });
+  with_stored<T>(type, [&](auto* s) { copy_rows(dst, ld, static_cast<decltype(s)>(src), stride, rows, cols); });
 }
 
 // One L x L block, through memory; an ISA may overload this with something better.
@@ -123,7 +141,7 @@ inline bool all_finite(const S* src, int64_t stride, int rows, int cols) {
 template <class T>
 inline bool all_finite(const void* src, DType type, int64_t stride, int rows, int cols) {
   bool finite = true;
-  with_storage<T>(type, [&](auto* s) { finite = all_finite<T>(static_cast<decltype(s)>(src), stride, rows, cols); });
+  with_stored<T>(type, [&](auto* s) { finite = all_finite<T>(static_cast<decltype(s)>(src), stride, rows, cols); });
   return finite;
 }
 

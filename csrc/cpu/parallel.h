@@ -85,6 +85,9 @@ void with_dtype(DType dtype, F f) {
       return f(static_cast<bf16*>(nullptr));
     case DType::f16:
       return f(static_cast<f16*>(nullptr));
+    case DType::e4m3:
+    case DType::i8:
+      return;  // no kernel that asks here is given these
   }
 }
 

@@ -20,11 +20,12 @@ struct ScoreRule {
   T exponent, natural;
   T scale, cap, inverse_cap;  // cap == 0: none
 
-  explicit ScoreRule(const AttentionProblem& p) {
-    raw = !p.bias.data && p.softcap == 0 && T(p.scale) > 0;
-    scale = T(p.scale);
+  // Products are of keys divided by key_scale.
+  explicit ScoreRule(const AttentionProblem& p, double key_scale = 1) {
+    raw = !p.bias.data && p.softcap == 0 && T(p.scale * key_scale) > 0;
+    scale = T(p.scale * key_scale);
     natural = raw ? scale : T(1);
-    exponent = T((raw ? p.scale : 1.0) * kLog2e);
+    exponent = T((raw ? p.scale * key_scale : 1.0) * kLog2e);
     cap = T(p.softcap);
     inverse_cap = cap == 0 ? T(0) : T(1 / p.softcap);
   }

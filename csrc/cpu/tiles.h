@@ -11,6 +11,10 @@ constexpr int kMaxRows = 64;
 // products, while each visit of the output (rescale, load, store) is spread over 64 keys.
 constexpr int kMaxKeys = 64;
 
+// A block of queries of which a head has few is cut into parts of at least so many keys for each of its blocks, so that
+// threads share it: a part costs as much as 3 keys or so more. At most kMaxParts, as their results take memory.
+constexpr int64_t kPartKeys = 512, kMaxParts = 32;
+
 // Where keys and values must be packed or widened, a whole head of up to this many bytes, as it lies in a second-level
 // cache, is packed once for all its query blocks; a longer one tile by tile for each.
 constexpr int64_t kPackedHeadBytes = 1 << 20;

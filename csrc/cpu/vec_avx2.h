@@ -165,6 +165,17 @@ MHA_INLINE void store_n(f16* p, VecF a, int n) {
   store_half_bits(p, _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT), n);
 }
 
+// ---- 8-bit storage of caches
+MHA_INLINE VecF load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+// The values / 256, but NaN is 480 / 256: shifted into a half, that is what an e4m3 is.
+MHA_INLINE VecF load_256th(const e4m3* p) {
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+  return {_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7F)), 7)))};
+}
+
 // ---- 32-bit integers, for Philox: 8 lanes
 struct VecU {
   static constexpr int lanes = 8;

@@ -161,6 +161,17 @@ MHA_INLINE void store_n(f16* p, VecF a, int n) {
   _mm256_mask_storeu_epi16(p, lanes16(n), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// ---- 8-bit storage of caches
+MHA_INLINE VecF load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// The values / 256, but NaN is 480 / 256: shifted into a half, that is what an e4m3 is.
+MHA_INLINE VecF load_256th(const e4m3* p) {
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  return {_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7F)), 7)))};
+}
+
 // ---- 32-bit integers, for Philox: 16 lanes
 struct VecU {
   static constexpr int lanes = 16;
@@ -191,6 +202,15 @@ MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(order, both)};
+}
+// Pair l of 32 holds row[l] and next[l], or 0 without next.
+MHA_INLINE void interleave_rows(void* pairs, const bf16* row, const bf16* next) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  const __m512i a = _mm512_loadu_si512(row), b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
+  _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(a, low, b));
+  _mm512_storeu_si512(static_cast<char*>(pairs) + 64, _mm512_permutex2var_epi16(a, high, b));
 }
 MHA_INLINE void store(void* p, VecPair a) { _mm512_storeu_si512(p, a.v); }
 #endif

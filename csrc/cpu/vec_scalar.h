@@ -179,6 +179,19 @@ MHA_INLINE void store(Half* p, VecF a) {
   store_n(p, a, 4);
 }
 
+// ---- 8-bit storage of caches
+MHA_INLINE VecF load(const int8_t* p) {
+  VecF a;
+  for (int l = 0; l < 4; ++l) a.v[l] = float(p[l]);
+  return a;
+}
+// The values / 256, but NaN is 480 / 256: shifted into a half, that is what an e4m3 is.
+MHA_INLINE VecF load_256th(const e4m3* p) {
+  f16 half[4];
+  for (int l = 0; l < 4; ++l) half[l] = {uint16_t((p[l].bits & 0x80) << 8 | (p[l].bits & 0x7F) << 7)};
+  return load(half);
+}
+
 // ---- 32-bit integers, for Philox
 struct VecU {
   static constexpr int lanes = 4;

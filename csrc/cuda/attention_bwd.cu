@@ -129,6 +129,8 @@ void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t str
       return run<__nv_bfloat16, float>(plan, stream);
     case DType::f16:
       return run<__half, float>(plan, stream);
+    default:
+      break;  // queries have no other type
   }
 }
 

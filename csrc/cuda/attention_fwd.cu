@@ -57,6 +57,7 @@ Plan plan(const AttentionForward& p) {
   plan.launch.aligned_v = aligned_16(p.v, size);
   plan.launch.aligned_out = aligned_16(p.out, size);
   plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
+  if (p.store.table || p.store.quantised) return plan;  // attention_fwd_simple takes them
   plan.main = find(k_attention_fwd_sm80, plan.launch, cuda::plain(plan.launch));
   if (!plan.main) return plan;
   plan.weights = find(k_attention_weights_sm80, plan.launch, false);

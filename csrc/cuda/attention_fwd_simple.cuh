@@ -15,10 +15,12 @@
 
 namespace mha::cuda {
 
-template <class T_, class Acc_, int kColumnGroups>
+// kStore: whether keys and values lie in pages or are quantised (KeyValueStore).
+template <class T_, class Acc_, int kColumnGroups, bool kStore_ = false>
 struct SimpleForward {
   using T = T_;
   using Acc = Acc_;
+  static constexpr bool kStore = kStore_;
   static constexpr int kThreads = 128, kRows = 64, kKeys = 32, kDepth = 32, kColumns = 32 * kColumnGroups;
   static constexpr int kRowPitch = kRows + 4, kKeyPitch = kKeys + 4;
   struct Shared {
@@ -51,6 +53,22 @@ __device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from,
   }
 }
 
+// An element of row j of the keys or values of one head as a cache holds them; NaN where block_table names no page.
+template <class Acc>
+__device__ inline Acc stored_element(const AttentionForwardLaunch& p, const Tensor4& t, const float* scales, int64_t b,
+                                     int64_t head, int64_t j, int64_t column) {
+  const KeyValueStore& store = p.store;
+  int64_t first = b;
+  if (store.table) {
+    first = store.table[b * store.table_stride_b + j / store.page_size];
+    if (first < 0 || first >= store.pages) return Acc(NAN);
+    j %= store.page_size;
+  }
+  const Acc x = element<Acc>(t.data, store.quantised ? store.type : p.dtype,
+                             first * t.stride[0] + head * t.stride[1] + j * t.stride[2] + column);
+  return store.quantised ? x * Acc(scales[b * store.scale_stride_b + head * store.scale_stride_h]) : x;
+}
+
 // The scores of the thread's 4 x 4 pairs: -inf where hidden. Returns which are (bit 4 * r + c).
 template <class C>
 __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C::Shared& shared,
@@ -68,7 +86,16 @@ __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C:
   for (int d0 = 0; d0 < p.D; d0 += C::kDepth) {
     __syncthreads();
     load_transposed<C::kRows, C::kThreads>(shared.query, q + d0, p.q.stride[2], sequence.Sq - first_row, int(p.D) - d0);
-    load_transposed<C::kKeys, C::kThreads>(shared.key, k + d0, p.k.stride[2], sequence.Sk - first_key, int(p.D) - d0);
+    if constexpr (C::kStore) {
+      for (int i = threadIdx.x; i < C::kKeys * C::kDepth; i += C::kThreads) {
+        const int j = first_key + i / C::kDepth, d = d0 + i % C::kDepth;
+        shared.key[i % C::kDepth][i / C::kDepth] =
+            j < p.Sk && d < p.D ? stored_element<Acc>(p, p.k, p.store.k_scale, sequence.b, h / (p.H / p.Hk), j, d)
+                                : Acc(0);
+      }
+    } else {
+      load_transposed<C::kKeys, C::kThreads>(shared.key, k + d0, p.k.stride[2], sequence.Sk - first_key, int(p.D) - d0);
+    }
     __syncthreads();
 #pragma unroll 4
     for (int d = 0; d < C::kDepth; ++d)
@@ -177,8 +204,14 @@ __global__ void __launch_bounds__(C::kThreads)
       for (int r = 0; r < 4; ++r) shared.weight[4 * x + c][4 * y + r] = hidden >> (4 * r + c) & 1 ? Acc(-1) : s[r][c];
     for (int i = threadIdx.x; i < C::kKeys * C::kColumns; i += C::kThreads) {
       const int j = i / C::kColumns, c = i % C::kColumns;
-      shared.value[j][c] =
-          key + j < Sk && first_column + c < p.Dv ? Acc(values[(key + j) * p.v.stride[2] + c]) : Acc(0);
+      const bool there = key + j < Sk && first_column + c < p.Dv;
+      if constexpr (C::kStore) {
+        shared.value[j][c] =
+            there ? stored_element<Acc>(p, p.v, p.store.v_scale, b, h / (p.H / p.Hk), key + j, first_column + c)
+                  : Acc(0);
+      } else {
+        shared.value[j][c] = there ? Acc(values[(key + j) * p.v.stride[2] + c]) : Acc(0);
+      }
     }
     __syncthreads();
     for (int j = 0; j < C::kKeys; ++j)

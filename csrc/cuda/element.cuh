@@ -8,6 +8,12 @@
 
 namespace mha::cuda {
 
+// Shifted into a half, an e4m3 is its value / 256; but NaN is 0x7F.
+__device__ inline float from_e4m3(uint8_t x) {
+  if ((x & 0x7F) == 0x7F) return NAN;
+  return 256.0f * float(__ushort_as_half(static_cast<unsigned short>((x & 0x80) << 8 | (x & 0x7F) << 7)));
+}
+
 template <class Acc>
 __device__ inline Acc element(const void* data, DType type, int64_t at) {
   switch (type) {
@@ -17,6 +23,10 @@ __device__ inline Acc element(const void* data, DType type, int64_t at) {
       return Acc(static_cast<const float*>(data)[at]);
     case DType::bf16:
       return Acc(float(static_cast<const __nv_bfloat16*>(data)[at]));
+    case DType::e4m3:
+      return Acc(from_e4m3(static_cast<const uint8_t*>(data)[at]));
+    case DType::i8:
+      return Acc(static_cast<const int8_t*>(data)[at]);
     default:
       return Acc(float(static_cast<const __half*>(data)[at]));
   }
@@ -63,6 +73,8 @@ void with_type(DType type, F f) {
       return f(__nv_bfloat16());
     case DType::f16:
       return f(__half());
+    default:
+      return;  // only keys and values of caches have another type
   }
 }
 

@@ -1,7 +1,7 @@
 // The ops on the CPU: the kernels of the instruction set in use, run on torch's thread pool.
 #include "../cpu/kernels.h"
+#include "cached_ops.h"
 #include "mixed_ops.h"
-#include "ops.h"
 
 namespace mha::torch_layer {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "../cuda/error.h"
 #include "../cuda/kernels.h"
+#include "cached_ops.h"
 #include "mixed_ops.h"
-#include "ops.h"
 
 namespace mha::torch_layer {
 namespace {

@@ -255,9 +255,10 @@ Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64
   return out;
 }
 
-// Registers all ops for Backend; use inside STABLE_TORCH_LIBRARY_IMPL.
+// Registers all ops for Backend (attention_cached is in cached_ops.h); use inside STABLE_TORCH_LIBRARY_IMPL.
 #define MHA_REGISTER_OPS(m, Backend)                                                           \
   m.impl("attention_fwd", TORCH_BOX(&mha::torch_layer::attention_fwd<Backend>));               \
+  m.impl("attention_cached", TORCH_BOX(&mha::torch_layer::attention_cached<Backend>));         \
   m.impl("attention_bwd", TORCH_BOX(&mha::torch_layer::attention_bwd<Backend>));               \
   m.impl("attention_packed_bwd", TORCH_BOX(&mha::torch_layer::attention_packed_bwd<Backend>)); \
   m.impl("masked_softmax_fwd", TORCH_BOX(&mha::torch_layer::masked_softmax_fwd<Backend>));     \

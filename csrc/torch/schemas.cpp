@@ -12,6 +12,9 @@ STABLE_TORCH_LIBRARY(mha_ext, m) {
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
   def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + sequences + "float scale, float softcap, " + dropout +
       ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
+  def("attention_cached(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, int "
+      "page_size, " +
+      mask + "Tensor? sinks, float scale, float softcap) -> (Tensor out, Tensor lse)");
   const std::string backward =
       "(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
       "lse_rest, " +

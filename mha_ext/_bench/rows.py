@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from ..cached import QUANTISED, attention_cached, quantise
 from .contenders import Shape, eager, flex, loop, ours, sdpa, training
 from .measure import Case
 
@@ -169,9 +170,34 @@ def decode_case(shape: Shape, dtype: torch.dtype) -> Case:
     return compare(calls, inputs, backward=False, flops=shape.flops(False), bytes=size)
 
 
+def cached_case(shape: Shape, dtype: torch.dtype, stored: torch.dtype | None, page_size: int = 0) -> Case:
+    """From a cache: in pages that lie in any order, or of 8 bits; against SDPA on plain keys and values."""
+    q, k, v = inputs = shape.inputs(dtype)
+    options = {}
+    if page_size:
+        pages = torch.randperm(k.shape[0] * k.shape[2] // page_size).view(k.shape[0], -1)
+        place = pages.flatten().argsort()
+        k, v = (x.unflatten(2, (-1, page_size)).transpose(1, 2).flatten(0, 1)[place] for x in (k, v))
+        options["block_table"] = pages
+    if stored is not None:
+        scales = [x.float().abs().amax((2, 3)) / QUANTISED[stored] for x in (k, v)]
+        k, v = (quantise(x, scale, stored) for x, scale in zip((k, v), scales))
+        options |= {"k_scale": scales[0], "v_scale": scales[1]}
+    calls = {"sdpa": lambda: sdpa(*inputs), "mha_ext": lambda: attention_cached(q, k, v, **options)}
+    size = 2 * q.nbytes + k.nbytes + v.nbytes
+    return compare(calls, inputs, backward=False, flops=shape.flops(False), bytes=size)
+
+
 def decode_rows(full: bool) -> list[Row]:
     shape = Shape(8, 32, 1, 128, kv_heads=8, keys=4096)
-    return [
-        Row("decode", f"decode {shape} {NAMES[dtype]} fwd", partial(decode_case, shape, dtype))
+    one = Shape(1, 32, 1, 128, kv_heads=8, keys=4096)
+    rows = [
+        Row("decode", f"decode {s} {NAMES[dtype]} fwd", partial(decode_case, s, dtype))
+        for s in (shape, one)
         for dtype in (FP32, BF16)
     ]
+    name = f"decode {shape} bf16 fwd"
+    rows.append(Row("decode", f"{name}: pages of 128", partial(cached_case, shape, BF16, None, 128)))
+    for stored, kind in ((torch.float8_e4m3fn, "e4m3"), (torch.int8, "int8")):
+        rows.append(Row("decode", f"{name}: {kind} cache", partial(cached_case, shape, BF16, stored)))
+    return rows

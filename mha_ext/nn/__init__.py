@@ -2,7 +2,8 @@
 
 from .kv_cache import KVCache
 from .multihead_attention import MultiheadAttention
+from .paged_kv_cache import PagedKVCache
 from .rope import RotaryEmbedding
 from .self_attention import CrossAttention, SelfAttention
 
-__all__ = ["CrossAttention", "KVCache", "MultiheadAttention", "RotaryEmbedding", "SelfAttention"]
+__all__ = ["CrossAttention", "KVCache", "MultiheadAttention", "PagedKVCache", "RotaryEmbedding", "SelfAttention"]

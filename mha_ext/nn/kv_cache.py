@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, masks
+from ..cached import QUANTISED, attention_cached, quantise
 from ..functional import attention
 
 
@@ -25,7 +26,12 @@ class KVCache:
         value_dim: Dv; default D.
         window: each query sees so many positions before its own. Older ones are overwritten: a ring, kept twice so that
             every window lies in one piece, of 2 * capacity slots.
-        device, dtype: of the tensors; the dtype is that of the queries.
+        device, dtype: of the tensors; the dtype is that of the queries, or torch.int8 or torch.float8_e4m3fn: then keys
+            and values are quantised as they come and read as they are (attention_cached), for float32, bfloat16 and
+            float16 queries.
+        k_scale, v_scale: of a quantised cache, float32 [Hk] or [B,Hk]: the largest value that fits is 127 (int8) or 448
+            (e4m3) times that, larger ones are cut off. By default each sequence's first append sets them, so that twice
+            its head's largest value fits.
 
     Attributes:
         k, v: [B,Hk,slots,D], [B,Hk,slots,Dv]. A head's positions lie next to each other: decoding reads them 1.3x to
@@ -44,6 +50,8 @@ class KVCache:
         window: int | None = None,
         device=None,
         dtype: torch.dtype | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ):
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "capacity": capacity, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -55,9 +63,12 @@ class KVCache:
                 f"window is {window!r} and capacity {capacity}; KVCache accepts a window from 0 to capacity - 1, or None."
             )
         self.batch, self.capacity, self.num_kv_heads, self.window = batch, capacity, num_kv_heads, window
-        slots = capacity if window is None else 2 * capacity
-        self.k = torch.empty(batch, num_kv_heads, slots, head_dim, device=device, dtype=dtype)
-        self.v = torch.empty(batch, num_kv_heads, slots, value_dim, device=device, dtype=dtype)
+        first, slots = self._storage()
+        self.k = torch.empty(first, num_kv_heads, slots, head_dim, device=device, dtype=dtype)
+        self.v = torch.empty(first, num_kv_heads, slots, value_dim, device=device, dtype=dtype)
+        self.quantised = self.k.dtype in QUANTISED
+        self.k_scale, self.v_scale = (self._scale(x, n) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
+        self._scales_given = k_scale is not None, v_scale is not None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.k.device)
         self._written = torch.zeros_like(self.lengths)  # one past the last position that was ever written
         self._bound = 0  # of the lengths
@@ -74,14 +85,12 @@ class KVCache:
         S = k.shape[2]
         self._reserve(S)
         positions = self.lengths[:, None] + torch.arange(S, device=k.device)
-        rows = torch.arange(self.batch, device=k.device)[:, None]
-        for cached, new in ((self.k, k), (self.v, v)):
-            by_position, new = cached.transpose(1, 2), new.detach().transpose(1, 2)
-            if self.window is None:
-                by_position.index_put_((rows, positions), new)
-            else:
-                by_position.index_put_((rows, positions % self.capacity), new)
-                by_position.index_put_((rows, positions % self.capacity + self.capacity), new)
+        k, v = k.detach(), v.detach()
+        if self.quantised:
+            k, v = self._quantised(k, v, counts)
+        for index in self._slots(positions):
+            for cached, new in ((self.k, k), (self.v, v)):
+                _bytes(cached).transpose(1, 2).index_put_(index, _bytes(new).transpose(1, 2))
         self._written.copy_(torch.maximum(self._written, self.lengths + S))
         self.lengths.add_(S if counts is None else counts)
 
@@ -149,8 +158,10 @@ class KVCache:
         indices = self._per_sequence(indices, "indices")
         if not torch.compiler.is_compiling() and bool(((indices < 0) | (indices >= self.batch)).any()):
             raise ValueError(f"indices are {indices.tolist()}; accepted: numbers of sequences, 0 to {self.batch - 1}.")
-        for x in self._per_sequence_state():
-            x.copy_(x.index_select(0, indices))
+        self._reorder_storage(indices)
+        for x in (self.lengths, self._written, self.k_scale, self.v_scale):
+            if x is not None:
+                x.copy_(x.index_select(0, indices))
 
     def reset(self, sequences: Tensor | list[int] | int | None = None) -> None:
         """Empties the cache, or the given sequences of it."""
@@ -174,8 +185,48 @@ class KVCache:
 
     # --- Parts ----------------------------------------------------------------------------------------------------------
 
-    def _per_sequence_state(self) -> list[Tensor]:
-        return [self.k, self.v, self.lengths, self._written]
+    def _storage(self) -> tuple[int, int]:
+        """The dimensions 0 and 2 of k and v."""
+        return self.batch, self.capacity if self.window is None else 2 * self.capacity
+
+    def _slots(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where to write positions [B,S] in the dimensions 0 and 2 of k and v; each of these gets them all."""
+        rows = torch.arange(self.batch, device=positions.device)[:, None]
+        if self.window is None:
+            return [(rows, positions)]
+        slots = positions % self.capacity
+        return [(rows, slots), (rows, slots + self.capacity)]
+
+    def _reorder_storage(self, indices: Tensor) -> None:
+        for x in (self.k, self.v):
+            _bytes(x).copy_(_bytes(x).index_select(0, indices))
+
+    def _scale(self, x: Tensor | None, name: str) -> Tensor | None:
+        if not self.quantised:
+            if x is not None:
+                raise ValueError(f"{name} was given with dtype={self.k.dtype}; accepted: with int8 or float8_e4m3fn.")
+            return None
+        x = torch.ones(()) if x is None else torch.as_tensor(x)
+        if x.shape not in ((), (self.num_kv_heads,), (self.batch, self.num_kv_heads)):
+            raise ValueError(
+                f"{name} has shape {_checks.text(x.shape)}; accepted: [Hk] or [B,Hk] = "
+                f"[{self.batch},{self.num_kv_heads}]."
+            )
+        return x.to(self.k.device, torch.float32).expand(self.batch, self.num_kv_heads).clone()
+
+    def _quantised(self, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        quantised = []
+        for x, scale, given in ((k, self.k_scale, self._scales_given[0]), (v, self.v_scale, self._scales_given[1])):
+            if not given and x.shape[2] > 0:
+                sizes = x.float().abs()
+                if counts is not None:
+                    valid = torch.arange(x.shape[2], device=x.device) < counts[:, None]
+                    sizes = torch.where(valid[:, None, :, None], sizes, 0)
+                largest = sizes.amax((2, 3)) * (2 / QUANTISED[self.k.dtype])
+                first = (self.lengths == 0)[:, None]
+                scale.copy_(torch.where(first, torch.where(largest > 0, largest, 1), scale))
+            quantised.append(quantise(x, scale, self.k.dtype))
+        return quantised[0], quantised[1]
 
     def _reserve(self, n: int) -> None:
         """Makes sure that every sequence has room for n positions more."""
@@ -204,6 +255,8 @@ class KVCache:
         return self._attention(q, **options)
 
     def _attention(self, q, **options) -> Tensor:
+        if self.quantised:
+            return attention_cached(q, self.k, self.v, k_scale=self.k_scale, v_scale=self.v_scale, **options)
         return attention(q, self.k, self.v, **options)
 
     def _seen(self, start: Tensor, S: int, counts: Tensor | None, window: int | None) -> masks.Mask:
@@ -237,8 +290,7 @@ class KVCache:
         return x
 
     def _check_new(self, k: Tensor, v: Tensor, counts: Tensor | None) -> None:
-        B, Hk, _, D = self.k.shape
-        Dv = self.v.shape[3]
+        B, Hk, D, Dv = self.batch, self.num_kv_heads, self.k.shape[3], self.v.shape[3]
         if k.dim() != 4 or v.dim() != 4 or k.shape != (B, Hk, k.shape[2], D) or v.shape != (B, Hk, k.shape[2], Dv):
             raise ValueError(
                 f"k, v have shapes {_checks.text(k.shape)}, {_checks.text(v.shape)}; this cache accepts "
@@ -253,8 +305,19 @@ class KVCache:
             self._per_sequence(counts, "counts")
 
     def _check_dtype(self, k: Tensor, v: Tensor) -> None:
-        if k.dtype != self.k.dtype or v.dtype != self.k.dtype:
+        if self.quantised:
+            if k.dtype != v.dtype or k.dtype not in _checks.DTYPES or k.dtype == torch.float64:
+                raise TypeError(
+                    f"k, v are {_checks.name_of(k.dtype)}, {_checks.name_of(v.dtype)}; a quantised cache accepts "
+                    "float32, bfloat16 or float16."
+                )
+        elif k.dtype != self.k.dtype or v.dtype != self.k.dtype:
             raise TypeError(
                 f"k, v are {_checks.name_of(k.dtype)}, {_checks.name_of(v.dtype)} and the cache is "
                 f"{_checks.name_of(self.k.dtype)}; accepted: one dtype: make the cache with dtype={k.dtype}."
             )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x in a type whose elements torch moves on every device."""
+    return x.view(torch.int8) if x.dtype in QUANTISED else x

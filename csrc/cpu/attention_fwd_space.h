@@ -1,0 +1,135 @@
+// How attention forward cuts its work, and the memory that it works in.
+#pragma once
+
+#include "few_rows.h"
+#include "operands.h"
+#include "parallel.h"
+#include "tile_mask.h"
+
+MHA_ISA_BEGIN
+
+// How the queries are cut into blocks. Where a head has less than a block of queries, a block takes rows of all query
+// heads of a key/value head, so that its keys and values are read once.
+struct ForwardPlan {
+  int64_t lists, heads_per_list, rows_per_list, block_rows, blocks_per_list, tasks;
+  int64_t part_keys, parts;  // of each block; a task is a part of a block where parts > 1
+
+  explicit ForwardPlan(const AttentionProblem& p) {
+    const int64_t group = p.Hk > 0 ? p.H / p.Hk : 1;
+    heads_per_list = p.Sq < kMaxRows ? group : 1;
+    lists = p.B * (p.H / (heads_per_list > 0 ? heads_per_list : 1));
+    rows_per_list = heads_per_list * p.Sq;
+    block_rows = kMaxRows;
+    blocks_per_list = (rows_per_list + block_rows - 1) / block_rows;
+    tasks = lists * blocks_per_list;
+    // Nothing here depends on B and H: a sequence gives the same bits alone and in a batch.
+    const int64_t least = max64(kPartKeys * blocks_per_list, (p.Sk + kMaxParts - 1) / kMaxParts);
+    part_keys = (least + kMaxKeys - 1) / kMaxKeys * kMaxKeys;
+    parts = part_keys > 0 ? max64(1, (p.Sk + part_keys - 1) / part_keys) : 1;
+  }
+};
+
+// The packed keys and values of a whole head, which serve all its blocks.
+template <class Unit>
+struct PackedHead {
+  int64_t head;  // b * Hk + key/value head; -1: none yet
+  Broadcast<Unit> k, v;
+};
+
+// What a block, or a part of its keys, has come to. out is [Dv][kMaxRows], or [rows][Dv] for few rows.
+template <class T>
+struct Partial {
+  T *row_max, *row_sum;  // [kMaxRows]
+  T* out;
+  uint8_t* any;  // whether some row saw something; else nothing else is written
+
+  Partial(const AttentionForward& p, int64_t rows, Arena& arena) {
+    row_max = arena.take<T>(kMaxRows);
+    row_sum = arena.take<T>(kMaxRows);
+    out = arena.take<T>(p.Dv * (rows <= kFewRows ? rows : kMaxRows));
+    any = arena.take<uint8_t>(1);
+  }
+};
+
+// What one thread works in. Unit is what the products multiply, T what they sum.
+template <class Unit>
+struct ForwardScratch {
+  using T = typename Product<Unit>::Acc;
+  RowBlock* block;
+  TileMask<T>* mask;
+  Partial<T> whole;              // of a block that is not cut into parts
+  T *row_max, *row_sum, *out;    // the Partial in use
+  T* rescale;                    // [kMaxRows]
+  uint32_t *batch_head, *query;  // [kMaxRows]
+  Unit* q;                       // [units(D)][kMaxRows]
+  bool whole_head;               // k and v hold a packed head, not a tile
+  PackedHead<Unit>* packed;
+  Unit *k, *v;           // keys and values, packed
+  Unit* finite_v;        // values of a tile for FiniteRows
+  T* score;              // [kMaxKeys][kMaxRows]
+  T *bias, *multiplier;  // [kMaxKeys][kMaxRows]
+  Unit* weight;          // [units(kMaxKeys)][kMaxRows]
+  std::size_t bytes;
+
+  ForwardScratch(const AttentionForward& p, const ForwardPlan& plan, void* base)
+      : ForwardScratch(p, plan, Arena(base)) {}
+
+  void use(const Partial<T>& sums) { row_max = sums.row_max, row_sum = sums.row_sum, out = sums.out; }
+
+ private:
+  ForwardScratch(const AttentionForward& p, const ForwardPlan& plan, Arena arena) : whole(p, kMaxRows, arena) {
+    use(whole);
+    const int64_t D = p.D, Dv = p.Dv, tile = kMaxKeys * kMaxRows;
+    block = arena.take<RowBlock>(1);
+    mask = arena.take<TileMask<T>>(1);
+    rescale = arena.take<T>(kMaxRows);
+    batch_head = arena.take<uint32_t>(kMaxRows);
+    query = arena.take<uint32_t>(kMaxRows);
+    q = arena.take<Unit>(max64(units<Unit>(int(D)) * kMaxRows, kFewRows * few_ld<Unit>(int(D))));
+    const bool packs = sizeof(Unit) != size_of(p.kv_type()) && plan.parts == 1 && !p.store.table;
+    const int64_t head_bytes = p.Sk * (D + Dv) * int64_t(sizeof(Unit)) / kUnitK<Unit>;
+    whole_head = packs && p.Sq > kMaxRows && head_bytes <= kPackedHeadBytes;
+    const int packed_keys = whole_head ? int(p.Sk) : kMaxKeys;
+    packed = arena.take<PackedHead<Unit>>(1);
+    k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
+    v = arena.take<Unit>(units<Unit>(packed_keys) * Dv);
+    finite_v = whole_head ? arena.take<Unit>(units<Unit>(kMaxKeys) * Dv) : v;
+    score = arena.take<T>(tile);
+    bias = arena.take<T>(p.bias.data ? tile : 0);
+    multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
+    weight = arena.take<Unit>(std::is_same_v<Unit, Pair> ? tile : 0);
+    bytes = arena.used();
+  }
+};
+
+// The workspace: scratch of the threads, then, where blocks are cut, a Partial of each part of each block.
+template <class Unit>
+struct ForwardSpace {
+  using T = typename Product<Unit>::Acc;
+  const AttentionForward& p;
+  const ForwardPlan plan;
+  const ForwardScratch<Unit> scratch;
+  std::size_t partial_bytes;
+
+  explicit ForwardSpace(const AttentionForward& problem) : p(problem), plan(p), scratch(p, plan, nullptr) {
+    Arena arena(nullptr);
+    partial(arena);
+    partial_bytes = arena.used();
+  }
+  std::size_t bytes(int threads) const {
+    const int64_t partials = plan.parts > 1 ? plan.tasks * plan.parts : 0;
+    return std::size_t(threads) * scratch.bytes + std::size_t(partials) * partial_bytes;
+  }
+  void* of_thread(void* workspace, int thread) const {
+    return static_cast<char*>(workspace) + std::size_t(thread) * scratch.bytes;
+  }
+  Partial<T> of_part(void* workspace, int threads, int64_t index) const {
+    Arena arena(static_cast<char*>(of_thread(workspace, threads)) + std::size_t(index) * partial_bytes);
+    return partial(arena);
+  }
+
+ private:
+  Partial<T> partial(Arena& arena) const { return Partial<T>(p, min64(plan.rows_per_list, kMaxRows), arena); }
+};
+
+MHA_ISA_END

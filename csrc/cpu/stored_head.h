@@ -1,0 +1,53 @@
+// Where the keys and values of one key/value head lie: one after the other, or in the pages of a cache.
+#pragma once
+
+#include "pack.h"
+#include "tiles.h"
+
+MHA_ISA_BEGIN
+
+class StoredHead {
+ public:
+  StoredHead() = default;
+  StoredHead(const AttentionForward& p, int64_t b, int64_t head)
+      : index(b * p.Hk + head), type(p.kv_type()), p_(&p), table_(p.store.table) {
+    const KeyValueStore& store = p.store;
+    if (table_) table_ += b * store.table_stride_b;
+    const int64_t first = table_ ? 0 : b;
+    k_ = element(p.k.data, type, first * p.k.stride[0] + head * p.k.stride[1]);
+    v_ = element(p.v.data, type, first * p.v.stride[0] + head * p.v.stride[1]);
+    if (!store.quantised) return;
+    const int64_t scale = b * store.scale_stride_b + head * store.scale_stride_h;
+    k_scale = store.k_scale[scale], v_scale = store.v_scale[scale];
+  }
+
+  int64_t index = 0;  // b * Hk + head
+  DType type = DType::f32;
+  float k_scale = 1, v_scale = 1;
+
+  // How many keys from j on, before end, make a tile: they lie one stride apart.
+  int tile_keys(int64_t j, int64_t end) const {
+    int64_t keys = min64(kMaxKeys, end - j);
+    if (table_) keys = min64(keys, p_->store.page_size - j % p_->store.page_size);
+    return int(keys);
+  }
+  const void* key(int64_t j) const { return row(k_, p_->k.stride, j); }
+  const void* value(int64_t j) const { return row(v_, p_->v.stride, j); }
+
+ private:
+  const void* row(const void* base, const int64_t* stride, int64_t j) const {
+    if (!table_) return element(base, type, j * stride[2]);
+    const int64_t page = table_[j / p_->store.page_size];
+    if (page < 0 || page >= p_->store.pages)
+      throw std::runtime_error(
+          "block_table has an entry that is no page, for keys that are visible; accepted: 0 to the number of pages - "
+          "1.");
+    return element(base, type, page * stride[0] + j % p_->store.page_size * stride[2]);
+  }
+
+  const AttentionForward* p_ = nullptr;
+  const int64_t* table_ = nullptr;
+  const void *k_ = nullptr, *v_ = nullptr;
+};
+
+MHA_ISA_END

@@ -1,0 +1,122 @@
+"""Attention over keys and values as caches hold them: in pages, or quantised to 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, biases, masks
+from .functional import score_arguments
+
+QUANTISED = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # and the largest value of each
+
+
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+):
+    """mha_ext.attention for inference, with keys and values read where and as a cache holds them.
+
+    Pages are due to Kwon et al. ("Efficient memory management for large language model serving with PagedAttention",
+    2023). It has no gradient: call it under torch.no_grad() or torch.inference_mode().
+
+    Args:
+        q: queries [B,H,Sq,D].
+        k, v: [B,Hk,Sk,D] and [B,Hk,Sk,Dv]; with a block_table pages of page_size keys, [pages,Hk,page_size,D] and
+            [pages,Hk,page_size,Dv]. Of q's type, or both int8 or float8_e4m3fn: then k * k_scale and v * v_scale are
+            meant, and q is float32, bfloat16 or float16.
+        block_table: int64 [B,n], key j of sequence b is row j % page_size of page block_table[b, j // page_size];
+            Sk = n * page_size. Entries for keys that no query sees may be anything. On the CPU, pages are read without
+            loss of speed where page_size is a multiple of 64.
+        k_scale, v_scale: float32 [B,Hk] or [1,Hk], one per head.
+        mask, bias, scale, softcap, sinks, return_lse: as in mha_ext.attention.
+
+    Returns:
+        out [B,H,Sq,Dv], or (out, lse) with lse [B,H,Sq].
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, or that require grad. RuntimeError: on the CPU, an entry of
+            block_table for visible keys that is no page. (On a GPU, such keys count as NaN.)
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise _checks.not_tensors("q, k, v", q, k, v)
+    given = (q, k, v, bias, sinks, k_scale, v_scale)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
+        raise ValueError(
+            "attention_cached was given a tensor that requires grad; accepted: calls under torch.no_grad() or "
+            "torch.inference_mode(): attention has gradients."
+        )
+    _check(q, k, v, block_table)
+    page_size, Sk = (0, k.shape[2]) if block_table is None else (k.shape[2], block_table.shape[1] * k.shape[2])
+    (B, H, Sq), device = q.shape[:3], q.device
+    args = masks.lower(mask, B, H, Sq, Sk, device)
+    bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
+    if softcap != 0.0:
+        _checks.softcap(softcap)
+    k_scale, v_scale = (_scale(x, n, k) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
+    out, lse = _ops.attention_cached(
+        q, k, v, block_table, k_scale, v_scale, page_size, bias, *args, sinks, scale, softcap
+    )
+    return (out, lse) if return_lse else out
+
+
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [B,Hk,S,D] / scale [B,Hk], rounded to dtype; what lies beyond its range becomes its largest value."""
+    largest = QUANTISED[dtype]
+    scaled = (x.float() / scale[:, :, None, None]).clamp(-largest, largest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
+    shapes = f"q, k, v have shapes {_checks.text(q.shape)}, {_checks.text(k.shape)}, {_checks.text(v.shape)}"
+    paged = block_table is not None
+    accepted = "[pages,Hk,page_size,D], [pages,Hk,page_size,Dv]" if paged else "[B,Hk,Sk,D], [B,Hk,Sk,Dv]"
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[3] == q.shape[3]
+    if not fits or not (paged or k.shape[0] == q.shape[0]) or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{shapes}; accepted: q [B,H,Sq,D] and k, v {accepted} with H a multiple of Hk.")
+    if q.dtype not in _checks.DTYPES:
+        raise _checks.unsupported_dtype("q", q.dtype)
+    if k.dtype != v.dtype or not (k.dtype == q.dtype or (k.dtype in QUANTISED and q.dtype != torch.float64)):
+        names = ", ".join(_checks.name_of(x.dtype) for x in (q, k, v))
+        raise TypeError(
+            f"q, k, v have dtypes {names}; accepted: one dtype, or k and v int8 or float8_e4m3fn and q float32, "
+            "bfloat16 or float16."
+        )
+    for x, name in ((k, "k"), (v, "v"), (block_table, "block_table")):
+        if x is not None:
+            _checks.same_device(x, name, q.device)
+    if q.is_cuda and _ops.without_cuda is not None:
+        raise _checks.no_cuda(_ops.without_cuda)
+    if paged and (block_table.dtype != torch.int64 or block_table.dim() != 2 or block_table.shape[0] != q.shape[0]):
+        raise ValueError(
+            f"block_table is a {_checks.name_of(block_table.dtype)} tensor of shape {_checks.text(block_table.shape)}; "
+            f"accepted: int64 [B,n] with B = {q.shape[0]}."
+        )
+
+
+def _scale(x: Tensor | None, name: str, k: Tensor) -> Tensor | None:
+    if (x is not None) != (k.dtype in QUANTISED):
+        raise ValueError(
+            f"{name} is {'missing' if x is None else 'given'} for keys and values of {_checks.name_of(k.dtype)}; "
+            "accepted: scales for int8 and float8_e4m3fn, none for others."
+        )
+    if x is None:
+        return None
+    _checks.same_device(x, name, k.device)
+    if x.dim() != 2 or x.shape[1] != k.shape[1] or x.dtype != torch.float32:
+        raise ValueError(
+            f"{name} is a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}; accepted: float32 [B,Hk] "
+            f"or [1,Hk] with Hk = {k.shape[1]}."
+        )
+    return x
