@@ -22,17 +22,23 @@ struct Matrix {
   int rows, columns;
 };
 
+// Rows from `first` on.
+template <class T>
+__device__ inline Matrix<T> matrix(const Tensor4& t, int64_t b, int64_t h, int64_t rows, int64_t columns,
+                                   int64_t first = 0) {
+  return {static_cast<const T*>(t.data) + b * t.stride[0] + h * t.stride[1] + first * t.stride[2], t.stride[2],
+          int(rows), int(columns)};
+}
+
 // The rows of queries (of q, out and their gradients), or of keys (of k, v and theirs), of a head.
 template <class T>
 __device__ inline Matrix<T> query_rows(const Tensor4& t, const Sequence& s, int64_t h, int64_t columns) {
-  return {static_cast<const T*>(t.data) + s.b * t.stride[0] + h * t.stride[1] + s.first_query * t.stride[2],
-          t.stride[2], s.Sq, int(columns)};
+  return matrix<T>(t, s.b, h, s.Sq, columns, s.first_query);
 }
 
 template <class T>
 __device__ inline Matrix<T> key_rows(const Tensor4& t, const Sequence& s, int64_t h, int64_t columns) {
-  return {static_cast<const T*>(t.data) + s.b * t.stride[0] + h * t.stride[1] + s.first_key * t.stride[2], t.stride[2],
-          s.Sk, int(columns)};
+  return matrix<T>(t, s.b, h, s.Sk, columns, s.first_key);
 }
 
 template <class T, int kHead, int kThreads>
