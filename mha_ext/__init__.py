@@ -1,6 +1,7 @@
 """Multi-head attention for PyTorch: kernels with any mask and bias, forward and backward, in O(S) memory."""
 
 import importlib
+from typing import Any
 
 from . import _flops as _flops  # registers what torch counts for the ops
 from . import biases, masks, nn, reference
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "distributed":  # on first use: it brings torch.distributed.tensor, which costs half a second
         return importlib.import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

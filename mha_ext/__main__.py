@@ -8,6 +8,8 @@ python -m mha_ext bench                    the benchmark; both say more with --h
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,7 +29,7 @@ def _describe() -> list[str]:
     ]
 
 
-def _cases(device: str):
+def _cases(device: str) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
     """(name, dtype, the arguments besides q, k, v)"""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([70, 33], device=device)
@@ -46,7 +48,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.detach().double() - want.detach()).abs().max() / want.detach().abs().max().clamp(min=1e-30))
 
 
-def _check(device: str, dtype: torch.dtype, arguments: dict) -> str | None:
+def _check(device: str, dtype: torch.dtype, arguments: dict[str, Any]) -> str | None:
     """Compares output and gradients with the reference in fp64; returns what is wrong."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
@@ -54,7 +56,7 @@ def _check(device: str, dtype: torch.dtype, arguments: dict) -> str | None:
         for heads, length in ((4, 65), (2, 70), (2, 70), (4, 65))
     )
 
-    def run(function, dtype):
+    def run(function: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         out = function(*inputs, **{n: x.to(dtype) if n == "bias" else x for n, x in arguments.items()})
         return out, *torch.autograd.grad(out, inputs, dout.to(dtype))

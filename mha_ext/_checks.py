@@ -5,13 +5,16 @@ The tests on the way in are cheap; messages are only built once something is wro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def text(shape) -> str:
+def text(shape: Sequence[int]) -> str:
     return "[" + ",".join(str(n) for n in shape) + "]"
 
 
@@ -82,7 +85,7 @@ def as_4d(x: Tensor, name: str, B: int, H: int, Sq: int, Sk: int) -> Tensor:
     raise ValueError(_shape_refusal(shape, name, B, H, Sq, Sk))
 
 
-def _shape_refusal(shape, name: str, B: int, H: int, Sq: int, Sk: int) -> str:
+def _shape_refusal(shape: Sequence[int], name: str, B: int, H: int, Sq: int, Sk: int) -> str:
     fits_scores = len(shape) >= 2 and shape[-2] in (1, Sq) and shape[-1] in (1, Sk)
     fixes = []
     if len(shape) == 3 and fits_scores:
@@ -130,7 +133,7 @@ def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, 
     return as_4d(bias, "bias", B, H, Sq, Sk)
 
 
-def not_tensors(names: str, *given) -> Exception:
+def not_tensors(names: str, *given: Any) -> Exception:
     return TypeError(f"{names} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
 
 
@@ -150,7 +153,7 @@ def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) 
     raise _attention_refusal(q, k, v, without_cuda)
 
 
-def _attention_refusal(q, k, v, without_cuda) -> Exception:
+def _attention_refusal(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> Exception:
     shapes = f"q, k, v have shapes {text(q.shape)}, {text(k.shape)}, {text(v.shape)}"
     accepted = "q [B,H,Sq,D], k [B,Hk,Sk,D], v [B,Hk,Sk,Dv]"
     if not (q.dim() == k.dim() == v.dim() == 4):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import reduce
 from operator import and_
+from typing import Any
 
 import torch
 
@@ -45,10 +47,10 @@ def mask(text: str) -> masks.Mask:
     return kinds[name](torch.tensor(numbers))
 
 
-def checked(parse, accepted: str):
+def checked(parse: Any, accepted: str) -> Callable[[str], Any]:
     """parse, for argparse: what it cannot read is refused with what is accepted."""
 
-    def read(text: str):
+    def read(text: str) -> Any:
         try:
             return parse(text)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:

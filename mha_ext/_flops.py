@@ -5,6 +5,8 @@ over all pairs of a query and a key, whatever a mask hides (mha_ext.explain coun
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | Non
     return q.shape[1] * int((q_starts.diff() * k_starts.diff()).sum())
 
 
-def _attention_flops(names: list[str], backward: bool, *args, out_val=None) -> int:
+def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any = None) -> int:
     """Forward: q k^T and the weighted sum of v; backward: q k^T again, dq and dk, dout v^T and dv.
 
     Mixing heads is a product over H for each pair; backward repeats it and has two products more.
@@ -45,7 +47,9 @@ for _name in (f"attention_{kind}{way}" for kind in ("", "mixed_", "packed_") for
 
 
 @register_flop_formula(torch.ops.mha_ext.merge_heads)
-def _merge_heads_flops(x_shape, mix_shape=None, *args, out_shape=None, **kwargs) -> int:
+def _merge_heads_flops(
+    x_shape: Sequence[int], mix_shape: Sequence[int] | None = None, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     """The mix of the heads, if any."""
     B, H, S, D = x_shape
     return 2 * B * S * H * H * D if mix_shape is not None else 0

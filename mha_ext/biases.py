@@ -52,16 +52,16 @@ class ALiBi(Bias):
     def __init__(self, slopes: Tensor):
         self.slopes = _floating(slopes, "ALiBi", "slopes", "[H]", 1)
 
-    def of_distance(self, distance):
+    def of_distance(self, distance: Tensor) -> Tensor:
         return -self.slopes[:, None] * distance.abs()
 
-    def _heads(self):
+    def _heads(self) -> int:
         return self.slopes.shape[0]
 
-    def _parameter(self):
+    def _parameter(self) -> Tensor:
         return self.slopes
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"ALiBi({_checks.text(self.slopes.shape)})"
 
 
@@ -112,16 +112,16 @@ class T5Relative(Bias):
         far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
         return first + torch.where(distance < exact, distance, far)
 
-    def of_distance(self, distance):
+    def of_distance(self, distance: Tensor) -> Tensor:
         return torch.nn.functional.embedding(self.bucket(distance), self.table).t()
 
-    def _heads(self):
+    def _heads(self) -> int:
         return self.table.shape[1]
 
-    def _parameter(self):
+    def _parameter(self) -> Tensor:
         return self.table
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"T5Relative({_checks.text(self.table.shape)}, {self.max_distance}, {self.bidirectional})"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def attention_cached(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-):
+) -> Any:
     """mha_ext.attention for inference, with keys and values read where and as a cache holds them.
 
     Pages are due to Kwon et al. ("Efficient memory management for large language model serving with PagedAttention",
@@ -98,7 +100,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
             _checks.same_device(x, name, q.device)
     if q.is_cuda and _ops.without_cuda is not None:
         raise _checks.no_cuda(_ops.without_cuda)
-    if paged and (block_table.dtype != torch.int64 or block_table.dim() != 2 or block_table.shape[0] != q.shape[0]):
+    if (
+        paged
+        and block_table is not None
+        and (block_table.dtype != torch.int64 or block_table.dim() != 2 or block_table.shape[0] != q.shape[0])
+    ):
         raise ValueError(
             f"block_table is a {_checks.name_of(block_table.dtype)} tensor of shape {_checks.text(block_table.shape)}; "
             f"accepted: int64 [B,n] with B = {q.shape[0]}."

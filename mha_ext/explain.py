@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, masks
+from . import _checks, _ops, biases, masks
 from ._checks import accumulate_dtype, name_of, text
 from .functional import attention_arguments
 
@@ -58,7 +59,7 @@ class Plan:
         most = "" if self.flops_exact else "at most "
         unfused = f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}"
         blocks = workspace = ""
-        if self.blocks is not None:
+        if self.blocks is not None and self.tasks is not None and self.workspace is not None:
             blocks = "; blocks of {} queries x {} keys, {} tasks forward, {} backward".format(*self.blocks, *self.tasks)
             workspace = ", {} of it workspace ({} in backward)".format(*(_amount(n, "B") for n in self.workspace))
         lines = [
@@ -80,18 +81,18 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    mask=None,
-    bias=None,
-    scale=None,
-    dropout_p=0.0,
-    softcap=0.0,
-    sinks=None,
-    pre_mix=None,
-    post_mix=None,
-    rng_state=None,
-    deterministic=None,
-    return_lse=False,
-    return_weights=False,
+    mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
 ) -> Plan:
     """Says what attention would do with the same arguments, without doing it.
 
@@ -100,8 +101,8 @@ def explain(
     Raises:
         ValueError, TypeError: what attention would raise.
     """
-    given, given_bias = (q, k, v), bias
-    q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
+    given = (q, k, v)
+    q, k, v, added, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
     if dropout_p != 0.0 and rng_state is not None:
@@ -119,19 +120,21 @@ def explain(
         for name in ("tasks", "workspace"):
             numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
     if mixes is not None:
-        refusals["attention_fwd"] = "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
+        refusals["attention_fwd"] = (
+            "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
+        )
     pairs, exact = _visible_pairs(args, B, Sq, Sk)
     copies, copied = _copies(given, (q, k, v))
     statistics = 2 * B * H * Sq * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
     output = B * H * Sq * Dv * q.element_size() + statistics
     if return_weights:
         output += B * H * Sq * Sk * q.element_size()
-    inputs = (q, k, v, bias, sinks, *(mixes or ()), *args[:6])
+    inputs = (q, k, v, added, sinks, *(mixes or ()), *args[:6])
     work = 2 * H * (D + Dv + H * sum(x is not None for x in mixes or ()))  # of one pair of query and key
     return Plan(
         call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
         + (f", mask {_describe(mask)}" if mask is not None else "")
-        + (f", bias {text(given_bias.shape) if isinstance(given_bias, Tensor) else given_bias!r}" if bias is not None else ""),
+        + (f", bias {text(bias.shape) if isinstance(bias, Tensor) else bias!r}" if bias is not None else ""),
         kernel=kernel,
         threads=threads,
         refusals=refusals,
@@ -142,7 +145,7 @@ def explain(
         bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + output,
         memory=output + copied + numbers.get("workspace", (0,))[0],
         memory_unfused=4 * B * H * Sq * Sk,
-        advice=_advice(given, args, bias, Sq, Sk, return_weights),
+        advice=_advice(given, args, added, Sq, Sk, return_weights),
         combinations=[
             f"{what} with {other}: {why}"
             for what, other, why in REFUSED
@@ -152,10 +155,10 @@ def explain(
     )
 
 
-_logged: set[tuple] = set()
+_logged: set[tuple[Any, ...]] = set()
 
 
-def log(q: Tensor, k: Tensor, v: Tensor, **arguments) -> None:
+def log(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
     """Prints the plan of a call of attention to stderr, once for each kind of call; MHA_EXT_LOG=1 has attention do so.
 
     Not for what has no values to look at: tensors that are traced, transformed, sharded, or part of a captured CUDA graph.
@@ -186,7 +189,7 @@ def _cpu_refusals() -> dict[str, str]:
     return refusals
 
 
-def _copies(given, used) -> tuple[list[str], int]:
+def _copies(given: Any, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
     copies, size = [], 0
     for name, x, y in zip("qkv", given, used):
         if y is not x:
@@ -216,7 +219,7 @@ def _visible_pairs(args: masks.MaskArgs, B: int, Sq: int, Sk: int) -> tuple[int,
     return int(visible.sum()), args.mask is None and args.query_ids is None and args.blocks is None
 
 
-def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[str]:
+def _advice(given: Any, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:
     advice = []
     dense = args.mask
     if dense is not None and dense.numel() > 0:
@@ -242,7 +245,7 @@ def _advice(given, args, bias, Sq: int, Sk: int, return_weights: bool) -> list[s
     return advice
 
 
-def _describe(mask) -> str:
+def _describe(mask: masks.Mask | Tensor) -> str:
     return repr(mask if isinstance(mask, masks.Mask) else masks.Dense(mask))
 
 

@@ -7,6 +7,7 @@ head size. Types: float64, float32, bfloat16, float16; under torch.autocast inpu
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
-):
+) -> Any:
     """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
 
     Multi-head attention is due to Vaswani et al. ("Attention is all you need", 2017), grouped heads to Ainslie et al.
@@ -98,8 +99,19 @@ def attention(
 
 
 def attention_arguments(
-    q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: masks.Mask | Tensor | None,
+    bias: Tensor | biases.Bias | None,
+    scale: float | None,
+    dropout_p: float,
+    softcap: float,
+    sinks: Tensor | None,
+    pre_mix: Tensor | None,
+    post_mix: Tensor | None,
+    deterministic: bool | None,
+) -> Any:
     """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
@@ -121,7 +133,7 @@ def attention_arguments(
     return q, k, v, bias, args, scale, sinks, mixes
 
 
-def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int):
+def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int) -> Any:
     """(pre_mix, post_mix) as the ops take them, or None where neither was given."""
     if pre_mix is None and post_mix is None:
         return None
@@ -129,14 +141,23 @@ def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H:
     return tuple(None if x is None else _checks.mix(x, name, q, H) for name, x in given)
 
 
-def attention_op(q: Tensor, k: Tensor, v: Tensor, mixes, modifiers):
+def attention_op(q: Tensor, k: Tensor, v: Tensor, mixes: Any, modifiers: Any) -> Any:
     """(out, lse, lse_rest, weights) of the op for these arguments."""
     if mixes is None:
         return _ops.attention_fwd(q, k, v, *modifiers)
     return _mixed.attention_mixed_fwd(q, k, v, *mixes, *modifiers)
 
 
-def score_arguments(bias, scale, sinks, q: Tensor, B: int, H: int, Sq: int, Sk: int):
+def score_arguments(
+    bias: Tensor | biases.Bias | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    q: Tensor,
+    B: int,
+    H: int,
+    Sq: int,
+    Sk: int,
+) -> Any:
     """(bias, scale, sinks) as the ops take them, for the types, device and head size of q [..., D]."""
     if isinstance(bias, biases.Bias):
         bias = bias.lower(H, Sq, Sk, _checks.accumulate_dtype(q.dtype), q.device)
@@ -187,10 +208,10 @@ def scaled_dot_product_attention(
         raise _different_heads(query, key)
     if key.shape[:2] != (B, H) or value.shape[:2] != (B, H):
         query, key, value = _broadcast_batch_and_heads(query, key, value)
-    mask = masks.Causal("top_left") if is_causal else None
+    mask: masks.Mask | None = masks.Causal("top_left") if is_causal else None
     bias = None
     if attn_mask is not None:
-        attn_mask = _sdpa_mask(attn_mask, *query.shape[:3], key.shape[2])
+        attn_mask = _sdpa_mask(attn_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         if attn_mask.dtype != torch.bool:
             bias = attn_mask
             if torch.is_autocast_enabled(query.device.type):
@@ -251,11 +272,11 @@ def masked_softmax(
             scores[None, None], mask, bias=bias, scale=scale, dropout_p=dropout_p, rng_state=rng_state
         )[0, 0]
     _checks.one_tensor(scores, "scores", "[B,H,Sq,Sk] or [Sq,Sk]", 4, _ops.without_cuda)
-    sizes = scores.shape
+    B, H, Sq, Sk = scores.shape
     _checks.number("scale", scale)
-    args = masks.lower(mask, *sizes, scores.device)
+    args = masks.lower(mask, B, H, Sq, Sk, scores.device)
     if bias is not None:
-        bias = _checks.bias_tensor(bias, scores.dtype, scores.device, *sizes)
+        bias = _checks.bias_tensor(bias, scores.dtype, scores.device, B, H, Sq, Sk)
     _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(scores):
         args, bias = dtensor_rules().modifiers(scores, dropout_p, args, bias)
@@ -263,7 +284,9 @@ def masked_softmax(
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
 
-def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, device=None) -> Tensor:
+def dropout_mask(
+    rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, device: torch.device | str | None = None
+) -> Tensor:
     """The bool tensor [B,H,Sq,Sk] (True = kept) of the weights that attention and masked_softmax keep for rng_state.
 
     Whether weight (b,h,i,j) is kept depends on rng_state, p and (b * H + h, i, j) only: not on the device, the number
@@ -272,14 +295,14 @@ def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int, 
     _checks.probability("p", p)
     if min(B, H, Sq, Sk) < 0:
         raise ValueError(f"B, H, Sq, Sk are {B}, {H}, {Sq}, {Sk}; accepted: sizes >= 0.")
-    device = torch.device(device) if device is not None else getattr(rng_state, "device", None)
-    state = _checks.rng_state(rng_state, device)
+    where: Any = torch.device(device) if device is not None else getattr(rng_state, "device", None)
+    state = _checks.rng_state(rng_state, where)
     if _ops.without_cuda is not None and state.is_cuda:
         raise _checks.no_cuda(_ops.without_cuda)
     return _ops.dropout_mask(state, p, B, H, Sq, Sk)
 
 
-def dtensor_rules():
+def dtensor_rules() -> Any:
     from .distributed import dtensor  # brings torch.distributed.tensor, which most programs do without
 
     return dtensor
@@ -351,7 +374,16 @@ def _different_heads(query: Tensor, key: Tensor) -> Exception:
     )
 
 
-def _sdpa_nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+def _sdpa_nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     if attn_mask is not None:
         raise ValueError(
             "attn_mask was given and query, key, value are nested; accepted: is_causal, or mha_ext.attention with a mask "
@@ -363,7 +395,16 @@ def _sdpa_nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enab
     return nested.attention(query, key, value, 2, mask=mask, dropout_p=dropout_p, scale=scale)
 
 
-def _sdpa_any_rank(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
+def _sdpa_any_rank(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     """Leading dimensions become one batch; where there are none, they are added."""
     tensors = (query, key, value)
     rank = max(x.dim() for x in tensors)

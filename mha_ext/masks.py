@@ -8,7 +8,8 @@ visible only if every part shows it. All but Dense and the block masks cost O(S)
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Mask:
         raise NotImplementedError
 
 
-def _rows_and_keys(Sq: int, Sk: int, device=None) -> tuple[Tensor, Tensor]:
+def _rows_and_keys(Sq: int, Sk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     return torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
 
 
@@ -74,14 +75,16 @@ class Causal(Mask):
             raise ValueError(f'align is {align!r}; Causal accepts "bottom_right" or "top_left".')
         self.align = align
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         return MaskArgs(top_left=True) if self.align == "top_left" else MaskArgs(right=0)
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         i, j = _rows_and_keys(Sq, Sk)
         return j <= (i if self.align == "top_left" else i + (Sk - Sq))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f'Causal("{self.align}")'
 
 
@@ -95,10 +98,12 @@ class Window(Mask):
         # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
         self.left, self.right = (None if n is None or n >= 2**40 else n for n in (left, right))
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         return MaskArgs(left=self.left, right=self.right)
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         i, j = _rows_and_keys(Sq, Sk)
         distance = j - i - (Sk - Sq)
         visible = torch.ones_like(distance, dtype=torch.bool)
@@ -108,7 +113,7 @@ class Window(Mask):
             visible &= distance <= self.right
         return visible
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Window({self.left}, {self.right})"
 
 
@@ -129,7 +134,7 @@ class _PerSequence(Mask):
             _checks.same_device(values, name, device)
         return values[:, None]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({_checks.text(self.values.shape)})"
 
 
@@ -139,10 +144,12 @@ class Padding(_PerSequence):
     def __init__(self, key_lengths: Tensor):
         super().__init__(key_lengths)
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         return MaskArgs(end=self._column(B, device))
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         return torch.arange(Sk, device=self.values.device) < self._column(B)[:, None, None]
 
 
@@ -152,10 +159,12 @@ class LeftPadding(_PerSequence):
     def __init__(self, starts: Tensor):
         super().__init__(starts)
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         return MaskArgs(begin=self._column(B, device))
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         return torch.arange(Sk, device=self.values.device) >= self._column(B)[:, None, None]
 
 
@@ -165,11 +174,13 @@ class Prefix(_PerSequence):
     def __init__(self, lengths: Tensor):
         super().__init__(lengths)
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         causal_end = torch.arange(Sq, device=device) + (_offset(Sq, Sk, lengths) + 1)
         return MaskArgs(end=torch.maximum(self._column(B, device), causal_end))
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         i, j = _rows_and_keys(Sq, Sk, self.values.device)
         return (j < self._column(B)[:, None, None]) | (j <= i + (Sk - Sq))
 
@@ -189,18 +200,20 @@ class Intervals(Mask):
                     f"{_checks.text(self.end.shape)}; it accepts [B,Sq] = [{B},{Sq}]."
                 )
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         self._check(B, Sq)
         _checks.same_device(self.begin, "Intervals", device)
         _checks.same_device(self.end, "Intervals", device)
         return MaskArgs(begin=self.begin, end=self.end)
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         self._check(B, Sq)
         j = torch.arange(Sk, device=self.begin.device)
         return (j >= self.begin[:, None, :, None]) & (j < self.end[:, None, :, None])
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Intervals({_checks.text(self.begin.shape)}, {_checks.text(self.end.shape)})"
 
 
@@ -222,7 +235,9 @@ class Documents(Mask):
             )
         return self.ids[:, Sk - Sq :], self.ids
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         _checks.same_device(self.ids, "Documents", device)
         query_ids, key_ids = self._ids(B, Sq, Sk)
         if lengths is not None:
@@ -230,10 +245,10 @@ class Documents(Mask):
             query_ids = key_ids.expand(B, Sk).gather(1, place.clamp(0, max(Sk - 1, 0)))
         return MaskArgs(query_ids=query_ids, key_ids=key_ids)
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         return _same_document(*self._ids(B, Sq, Sk))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Documents({_checks.text(self.ids.shape)})"
 
 
@@ -244,14 +259,16 @@ class Dense(Mask):
         _checks.bool_mask(tensor, "mask")
         self.tensor = tensor
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         _checks.same_device(self.tensor, "mask", device)
         return MaskArgs(mask=_checks.as_4d(self.tensor, "mask", B, H, Sq, Sk))
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         return _checks.as_4d(self.tensor, "mask", B, H, Sq, Sk)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Dense({_checks.text(self.tensor.shape)})"
 
 
@@ -260,14 +277,24 @@ class _Blocks(Mask):
 
     block_size: int
 
-    def _blocks(self, B: int, H: int, Sq: int, Sk: int, device: torch.device | None, lengths=None) -> Tensor:
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]"""
         raise NotImplementedError
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device, lengths), block_size=self.block_size)
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         return blocks_to_dense(self._blocks(B, H, Sq, Sk, None), self.block_size, Sq, Sk)
 
 
@@ -282,7 +309,15 @@ class BlockSparse(_Blocks):
         _checks.bool_mask(blocks, "blocks")
         self.blocks, self.block_size = blocks, _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         if device is not None:
             _checks.same_device(self.blocks, "BlockSparse", device)
         rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
@@ -297,7 +332,7 @@ class BlockSparse(_Blocks):
             f"[B,H,{rows},{columns}] with B = {B}, H = {H}."
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"BlockSparse({_checks.text(self.blocks.shape)}, {self.block_size})"
 
 
@@ -305,12 +340,12 @@ class _BlockPattern(_Blocks):
     """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks (on a GPU and in compiled
     code, that of packed sequences is trusted to be one, and rounded down otherwise)."""
 
-    def _positions(self, Sq, Sk, device, lengths):
+    def _positions(self, Sq: int, Sk: int, device: torch.device | None, lengths: tuple[Tensor, Tensor] | None) -> Any:
         offset = _offset(Sq, Sk, lengths)
         if lengths is None:
-            wrong = (Sq, Sk) if offset % self.block_size else None
+            wrong: Any = (Sq, Sk) if offset % self.block_size else None
         else:
-            odd = (offset[:, 0] % self.block_size).nonzero() if _checks.values_known(offset) else ()
+            odd: Any = (offset[:, 0] % self.block_size).nonzero() if _checks.values_known(offset) else ()
             wrong = [int(n[odd[0, 0]]) for n in lengths] if len(odd) else None
             offset = offset[:, :, None]
         if wrong is not None:
@@ -336,11 +371,19 @@ class Strided(_BlockPattern):
         self.stride, self.local = _positive("stride", stride), _positive("local", local)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         i, j = self._positions(Sq, Sk, device, lengths)
         return _as_blocks(((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Strided({self.stride}, {self.local}, {self.block_size})"
 
 
@@ -354,12 +397,20 @@ class Dilated(_BlockPattern):
         self.window, self.dilation = window, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(self, B, H, Sq, Sk, device, lengths=None):
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         i, j = self._positions(Sq, Sk, device, lengths)
         distance = (i - j).abs()
         return _as_blocks((distance <= self.window * self.dilation) & (distance % self.dilation == 0))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Dilated({self.window}, {self.dilation}, {self.block_size})"
 
 
@@ -367,25 +418,30 @@ class And(Mask):
     """Several masks at once; written ``a & b``."""
 
     def __init__(self, *parts: Mask):
-        self.parts = tuple(p for part in parts for p in (part.parts if isinstance(part, And) else (part,)))
+        self.parts: tuple[Mask, ...] = tuple(
+            p for part in parts for p in (part.parts if isinstance(part, And) else (part,))
+        )
 
-    def lower(self, B, H, Sq, Sk, device, lengths=None):
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
         args = NO_MASK
         for part in self.parts:
             args = _both(args, part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk)
         return args
 
-    def _visible(self, B, H, Sq, Sk):
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         visible = self.parts[0]._visible(B, H, Sq, Sk)
         for part in self.parts[1:]:
             visible = visible & part._visible(B, H, Sq, Sk)
         return visible
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return " & ".join(map(repr, self.parts))
 
 
-def _same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
+def _same_document(query_ids: Tensor, key_ids: Tensor | None) -> Tensor:
+    assert key_ids is not None  # they come in pairs
     return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
@@ -395,12 +451,12 @@ def _positive(name: str, x: int) -> int:
     return x
 
 
-def _offset(Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None):
+def _offset(Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None) -> Any:
     """o = Sk - Sq; of packed sequences, one per sequence: int64 [B,1]."""
     return Sk - Sq if lengths is None else (lengths[1] - lengths[0])[:, None]
 
 
-def blocks_to_dense(blocks: Tensor, block_size: int, Sq: int, Sk: int) -> Tensor:
+def blocks_to_dense(blocks: Any, block_size: int, Sq: int, Sk: int) -> Tensor:
     """[b,h,nq,nk] -> [b,h,Sq,Sk]"""
     return blocks.repeat_interleave(block_size, 2)[:, :, :Sq].repeat_interleave(block_size, 3)[..., :Sk]
 
@@ -414,7 +470,7 @@ def _both_blocks(a: MaskArgs, b: MaskArgs, Sq: int, Sk: int) -> tuple[Tensor | N
     return first & second, size
 
 
-def _combine(a, b, function):
+def _combine(a: Any, b: Any, function: Callable[..., Any]) -> Any:
     if a is None or b is None:
         return b if a is None else a
     return function(a, b)
@@ -441,7 +497,7 @@ def _both(a: MaskArgs, b: MaskArgs, Sq: int, Sk: int) -> MaskArgs:
 
 
 def lower(
-    mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths=None
+    mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
 ) -> MaskArgs:  # fmt: skip
     """The ops' arguments for what users pass as ``mask=``: a mask object, a bool tensor, or None."""
     if mask is None:
@@ -453,7 +509,9 @@ def lower(
     return Dense(mask).lower(B, H, Sq, Sk, device, lengths)
 
 
-def visible_of(args: MaskArgs, Sq: int, Sk: int, device: torch.device, lengths=None) -> Tensor | None:
+def visible_of(
+    args: MaskArgs, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+) -> Tensor | None:
     """What op arguments let each query see: a bool tensor that broadcasts to [B,H,Sq,Sk], or None for everything.
 
     lengths: of packed sequences, as in Mask.lower; what lies past them is hidden.

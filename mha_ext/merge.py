@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,13 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     outs, lses = _parts(outs, "outs", "[P,...,Dv]"), _parts(lses, "lses", "[P,...]")
     _check(outs, lses)
     weights, seen, lse, _ = weights_of_parts(lses)
-    out = 0
+    out: Any = 0
     for part, weight, row_seen in zip(outs, weights.unbind(0), seen.unbind(0)):
         out = out + weight[..., None] * torch.where(row_seen[..., None], part.to(lse.dtype), 0)
     return out.to(outs[0].dtype), lse
 
 
-def weights_of_parts(lses: Sequence[Tensor], rests: Sequence[Tensor] | None = None):
+def weights_of_parts(lses: Sequence[Tensor], rests: Sequence[Tensor] | None = None) -> Any:
     """(weights [P,...], seen [P,...], lse, rest): what each part counts, whether it saw anything, and the merged lse.
 
     rests: what rounding took from each lse, as attention_fwd returns it; the result's rest is the same for its lse.

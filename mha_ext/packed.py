@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _packed, masks
+from . import _checks, _ops, _packed, biases, masks
 from .functional import _autocast, _rng_state, attention, attention_arguments
 
 
@@ -14,7 +16,7 @@ def attention_qkvpacked(
     num_heads: int | None = None,
     *,
     mask: masks.Mask | Tensor | None = None,
-    bias=None,
+    bias: Tensor | biases.Bias | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
@@ -25,7 +27,7 @@ def attention_qkvpacked(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
-):
+) -> Any:
     """Self-attention of queries, keys and values that lie side by side in one tensor, as one linear layer makes them.
 
     They are read in place, and their gradient is written in place too: one tensor, which no concatenation makes.

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ class PackedAttention(torch.nn.Module):
     swap_attention makes modules into this; it is not built by itself. Submodules: qkv, proj, and where there are such
     q_norm, k_norm (over the head size), attn_drop, norm, gate and proj_drop; num_heads and scale.
     """
+
+    qkv: torch.nn.Module
+    proj: torch.nn.Module
+    attn_drop: Any
+    gate: Any
+    num_heads: int
+    scale: float
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x [B,N,C] -> [B,N,C]. attn_mask, is_causal: as in torch's scaled_dot_product_attention."""
@@ -48,7 +56,7 @@ class SwapReport:
 
     replaced: dict[str, str] = dataclasses.field(default_factory=dict)
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
-    _changes: list = dataclasses.field(
+    _changes: list[Any] = dataclasses.field(
         default_factory=list, repr=False
     )  # (module, class before, class now, flag before)
 
@@ -183,11 +191,11 @@ def _differs(module: torch.nn.Module, options: list[str]) -> str | None:
         return f"{_name(kind)} is on the meta device, where it cannot be tried: give it weights first"
     try:
         with _without_hooks(module):
-            probe = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
+            probe: Any = copy.deepcopy(module).to("cpu", torch.float64).eval().requires_grad_(False)
         features = next(p.shape[-1] for p in probe.qkv.parameters() if p.dim() > 1)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2, 5, features, generator=generator, dtype=torch.float64)
-        calls = [{}]
+        calls: list[dict[str, Any]] = [{}]
         if "attn_mask" in options:
             seen = torch.eye(5, dtype=torch.bool) | (torch.rand(2, 1, 5, 5, generator=generator) < 0.5)
             bias = torch.randn(1, 1, 5, 5, generator=generator, dtype=torch.float64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, masks, nested
+from . import _checks, _ops, biases, masks, nested
 from .functional import _autocast, _rng_state, attention_op, dtensor_rules, mix_arguments, score_arguments
 
 
@@ -19,7 +21,7 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     mask: masks.Mask | Tensor | None = None,
-    bias=None,
+    bias: Tensor | biases.Bias | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float = 0.0,
@@ -29,7 +31,7 @@ def attention_varlen(
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
-):
+) -> Any:
     """attention within each of N sequences that lie one after the other, without padding.
 
     Each sequence is computed as if it were alone: no other one changes a bit of what it gives. On the CPU they are taken
@@ -59,7 +61,7 @@ def attention_varlen(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
-    options = {
+    options: dict[str, Any] = {
         "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "sinks": sinks,
         "pre_mix": pre_mix, "post_mix": post_mix, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
     }  # fmt: skip
@@ -73,9 +75,9 @@ def attention_varlen(
 
 
 def attention_packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, mask=None, bias=None, scale=None, dropout_p=0.0,
-    softcap=0.0, sinks=None, pre_mix=None, post_mix=None, rng_state=None, deterministic=None, return_lse=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, *, mask: masks.Mask | Tensor | None = None, bias: Tensor | biases.Bias | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    softcap: float = 0.0, sinks: Tensor | None = None, pre_mix: Tensor | None = None, post_mix: Tensor | None = None, rng_state: Tensor | None = None, deterministic: bool | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """attention_varlen for tensors that aren't nested."""
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = ", ".join(_checks.text(x.shape) for x in (q, k, v))
@@ -93,7 +95,7 @@ def attention_packed(
         )
     lengths = starts[0].diff(), starts[1].diff()
     longest = [_longest(n, given, side) for n, given, side in zip(lengths, (max_seqlen_q, max_seqlen_k), "qk")]
-    args = masks.lower(mask, B, H, *longest, q.device, lengths)
+    args = masks.lower(mask, B, H, longest[0], longest[1], q.device, lengths)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, *longest)
     mixes = mix_arguments(pre_mix, post_mix, q, H)
     _checks.probability("dropout_p", dropout_p)
@@ -111,7 +113,7 @@ def attention_packed(
     return (out, lse[0]) if return_lse else out
 
 
-def _starts(x: Tensor, name: str, packed: Tensor) -> Tensor:
+def _starts(x: Tensor | None, name: str, packed: Tensor) -> Tensor:
     """Where the sequences of packed [1,H,T,D] start and end; checked where that costs nothing."""
     if x is None:
         raise ValueError(f"{name} is missing; accepted: an integer tensor [sequences + 1], or nested q, k and v.")

@@ -21,6 +21,7 @@ says will be computed with is of the last form.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ def register(name: str = "mha_ext") -> str:
     return name
 
 
-def _interfaces():
+def _interfaces() -> Any:
     """AttentionInterface and AttentionMaskInterface of the transformers that is installed, if it has all that we use."""
     try:
         import transformers
@@ -93,7 +94,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = False,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The function that AttentionInterface takes.
 
@@ -139,13 +140,13 @@ def attention_forward(
     return out.transpose(1, 2), weights
 
 
-def _mask_and_bias(given: Tensor | None, query: Tensor, Sk: int, is_causal: bool):
+def _mask_and_bias(given: Tensor | None, query: Tensor, Sk: int, is_causal: bool) -> Any:
     if given is None:
         # Top-left also with more keys than queries: those of a static cache that are not written yet.
         return (masks.Causal("top_left") if is_causal and query.shape[2] > 1 else None), None
     if given.dtype == torch.int64 and given.dim() == 4 and given.shape[3] in (2, 3) and Sk > SMALL:
         rows = given[:, 0, : query.shape[2]]
-        mask = masks.Intervals(rows[..., 0], rows[..., 1])
+        mask: masks.Mask = masks.Intervals(rows[..., 0], rows[..., 1])
         if given.shape[3] == 3:
             mask = mask & masks.Dense(given[:, :, None, :Sk, 2] != 0)
         return mask, None
@@ -165,13 +166,13 @@ def attention_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function=None,
+    mask_function: Any = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **kwargs,
+    **kwargs: Any,
 ) -> Tensor | None:
     """The function that AttentionMaskInterface takes: the mask, in the cheapest of the forms above that says it exactly.
 
@@ -183,7 +184,9 @@ def attention_mask(
         allow_is_causal_skip, allow_is_bidirectional_skip: None may stand for a causal mask, for no mask.
         use_vmap: mask_function does not broadcast.
     """
-    from transformers import masking_utils as utils
+    from transformers import masking_utils
+
+    utils: Any = masking_utils
 
     if mask_function is None:
         mask_function = utils.causal_mask_function
@@ -215,7 +218,8 @@ def attention_mask(
         intervals, exact = torch.tensor([0, kv_length], device=device).expand(1, q_length, 2), None
     else:
         intervals, exact = _intervals_of_rows(dense, q_length, kv_length, tracing)
-    padding = no_holes = None
+    padding: Any = None
+    no_holes: Tensor | None = None
     if attention_mask is not None:
         padding = utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = padding[:, kv_offset : kv_offset + kv_length]
@@ -235,7 +239,9 @@ def attention_mask(
     return None if plain else intervals[:, None]
 
 
-def _is_computed_with(utils, mask_function, q_length: int, q_offset, attention_mask: Tensor | None) -> bool:
+def _is_computed_with(
+    utils: Any, mask_function: Any, q_length: int, q_offset: int | Tensor, attention_mask: Tensor | None
+) -> bool:
     """Whether the model denied that a mask be left out because it computes with it, not for one of the usual reasons: one
     query and a static cache (whose offset is a tensor), packed sequences (no padding), blocks that see each other."""
     if q_length == 1 and isinstance(q_offset, Tensor):
@@ -256,7 +262,7 @@ def _intervals(visible: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([begin, end], -1), contiguous
 
 
-def _intervals_of_rows(dense, q_length: int, kv_length: int, tracing: bool) -> tuple[Tensor, Tensor]:
+def _intervals_of_rows(dense: Any, q_length: int, kv_length: int, tracing: bool) -> tuple[Tensor, Tensor]:
     """(intervals [B or 1,Sq,2], whether they say all) of any mask, in memory for some rows of it only. While tracing the
     rows are not cut: compilers fuse the mask into the reductions."""
     rows = q_length if tracing else max(1, ELEMENTS // kv_length)
@@ -284,7 +290,7 @@ def _traced(intervals: Tensor, exact: Tensor | None, padding: Tensor | None) -> 
 
 def _is_plain(intervals: Tensor, kv_length: int, causal: bool) -> Tensor:
     """Whether attention_forward takes None for these intervals."""
-    end = kv_length
+    end: Any = kv_length
     if causal and intervals.shape[1] > 1:
         end = torch.arange(1, intervals.shape[1] + 1, device=intervals.device).clamp(max=kv_length)
     return ((intervals[..., 0] <= 0) & (intervals[..., 1].clamp(max=kv_length) == end)).all()

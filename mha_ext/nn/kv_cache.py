@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,11 +50,11 @@ class KVCache:
         *,
         value_dim: int | None = None,
         window: int | None = None,
-        device=None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-    ):
+    ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "capacity": capacity, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in (sizes | {"value_dim": value_dim}).items():
@@ -133,8 +135,8 @@ class KVCache:
         outs = []
         for i in range(0, S, step):
             some = None if counts is None else (counts - i).clamp(0, step)
-            parts = (x[:, :, i : i + step] for x in (q, k, v))
-            outs.append(self._attend(*parts, some, window, options))
+            some_q, some_k, some_v = (x[:, :, i : i + step] for x in (q, k, v))
+            outs.append(self._attend(some_q, some_k, some_v, some, window, options))
         return torch.cat(outs, dim=2)
 
     def truncate(self, lengths: int | Tensor) -> None:
@@ -176,7 +178,7 @@ class KVCache:
         """Bytes of keys and values."""
         return self.k.nbytes + self.v.nbytes
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         kind = "" if self.window is None else f", window={self.window}"
         return (
             f"{type(self).__name__}(batch={self.batch}, capacity={self.capacity}, k={list(self.k.shape)}, "
@@ -216,6 +218,7 @@ class KVCache:
 
     def _quantised(self, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         quantised = []
+        scale: Any  # a tensor: the cache is quantised
         for x, scale, given in ((k, self.k_scale, self._scales_given[0]), (v, self.v_scale, self._scales_given[1])):
             if not given and x.shape[2] > 0:
                 sizes = x.float().abs()
@@ -246,7 +249,9 @@ class KVCache:
                 )
         self._bound += n
 
-    def _attend(self, q, k, v, counts, window, options) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, window: int | None, options: Any
+    ) -> Tensor:
         start = self.lengths.clone()
         self.append(k, v, counts)
         seen = self._seen(start, q.shape[2], counts, window)
@@ -254,7 +259,7 @@ class KVCache:
         options = options | {"mask": seen if mask is None else seen & mask}
         return self._attention(q, **options)
 
-    def _attention(self, q, **options) -> Tensor:
+    def _attention(self, q: Tensor, **options: Any) -> Tensor:
         if self.quantised:
             return attention_cached(q, self.k, self.v, k_scale=self.k_scale, v_scale=self.v_scale, **options)
         return attention(q, self.k, self.v, **options)
@@ -271,7 +276,7 @@ class KVCache:
             end = torch.where(torch.arange(S, device=start.device) < counts[:, None], end, 0)
         return masks.Intervals(first, end)
 
-    def _window(self, window: int | None, mask, bias) -> int | None:
+    def _window(self, window: int | None, mask: masks.Mask | Tensor | None, bias: Tensor | None) -> int | None:
         if self.window is None:
             return window
         if mask is not None or bias is not None:

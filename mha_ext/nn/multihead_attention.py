@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,9 +33,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device=None,
-        dtype=None,
-    ):
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim is {embed_dim} and num_heads is {num_heads}; accepted: embed_dim a multiple of num_heads."
@@ -115,7 +117,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         length_dim = 1 - batch_dim
         extra_k, extra_v = [], []
         shape = (1, k.shape[1], E) if batch_dim == 1 else (k.shape[0], 1, E)
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             extra_k.append(self.bias_k.to(k.dtype).expand(shape))
             extra_v.append(self.bias_v.to(v.dtype).expand(shape))
         if self.add_zero_attn:
@@ -126,10 +128,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         to_heads = (1, 2, 0, 3) if batch_dim == 1 else (0, 2, 1, 3)
         return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).permute(to_heads) for x in (q, k, v))
 
-    def _mask_and_bias(self, q, k, key_padding_mask, attn_mask, trust_causal_hint):
+    def _mask_and_bias(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, trust_causal_hint: bool
+    ) -> Any:
         """(mask, bias) as mha_ext.attention takes them. Keys that the module itself adds are visible to all."""
         N, H, S = q.shape[0], self.num_heads, k.shape[2]
-        parts, biases = [], []
+        parts: list[Tensor] = []
+        biases: list[Tensor] = []
         if trust_causal_hint and key_padding_mask is None:
             # As torch without weights and padding: the hint stands for the mask, aligned at the top left.
             return masks.Causal("top_left"), None
@@ -140,7 +145,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if key_padding_mask is not None:
             key_padding_mask = self._for_added_keys(key_padding_mask, S)[:, None, None, :]
             (parts if key_padding_mask.dtype == torch.bool else biases).append(key_padding_mask)
-        mask = None
+        mask: masks.Mask | None = None
         for part in parts:
             mask = masks.Dense(part.logical_not()) if mask is None else mask & masks.Dense(part.logical_not())
         bias = None
@@ -154,7 +159,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         added = S - mask.shape[-1]
         return F.pad(mask, (0, added)) if added > 0 else mask  # with False, or 0
 
-    def _check(self, query, key, value, key_padding_mask, attn_mask, is_causal) -> None:
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
         sizes = self.embed_dim, self.kdim, self.vdim
         if query.dim() not in (2, 3) or not (query.dim() == key.dim() == value.dim()):
             raise ValueError(
@@ -184,7 +197,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if tuple(mask.shape) not in accepted:
                 raise ValueError(f"{name} has shape {text(mask.shape)}; accepted: {' or '.join(map(text, accepted))}.")
 
-    def _forward_nested(self, query, key, value, key_padding_mask, need_weights, attn_mask):
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+    ) -> Any:
         """Jagged tensors are computed as packed sequences. Of the other layout are those that torch.nn.TransformerEncoder
         makes of padded batches in evaluation; this takes them back."""
         jagged = all(x.is_nested and x.layout == torch.jagged for x in (query, key, value))
@@ -197,11 +218,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError("nested tensors and masks were given; accepted: one of them: pad the tensors.")
         if jagged:
             if self.bias_k is not None or self.add_zero_attn:
-                raise ValueError("nested tensors were given; accepted: a module without add_bias_kv and add_zero_attn: pad.")
+                raise ValueError(
+                    "nested tensors were given; accepted: a module without add_bias_kv and add_zero_attn: pad."
+                )
             same = query is key and key is value
             x = nested.values_of(query, "query")
             kv = (x, x) if same else tuple(nested.values_of(t, n) for t, n in ((key, "key"), (value, "value")))
-            q, k, v = self._project(x, *kv, 0)
+            q, k, v = self._project(x, kv[0], kv[1], 0)
             out = nested.attend(q, k, v, query, key, dropout_p=self.dropout if self.training else 0.0)
             return nested.like(self.out_proj(out.transpose(1, 2).flatten(2)), query), None
         lengths = [x.shape[0] for x in query.unbind()]

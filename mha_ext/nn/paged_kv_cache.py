@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,8 @@ class PagedKVCache(KVCache):
         *,
         page_size: int = 64,
         pages: int | None = None,
-        **options,
-    ):
+        **options: Any,
+    ) -> None:
         if options.get("window") is not None:
             raise ValueError("window was given; PagedKVCache has none: truncating at the front needs a KVCache.")
         for name, size in (("page_size", page_size), ("pages", 1 if pages is None else pages)):
@@ -86,14 +88,14 @@ class PagedKVCache(KVCache):
 
     # --- Parts ----------------------------------------------------------------------------------------------------------
 
-    def _storage(self):
+    def _storage(self) -> tuple[int, int]:
         return self.pages, self.page_size
 
-    def _slots(self, positions):
+    def _slots(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(self.block_table.gather(1, positions // self.page_size), positions % self.page_size)]
 
-    def _attention(self, q, **options):
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+    def _attention(self, q: Tensor, **options: Any) -> Tensor:
+        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return attention_cached(q, self.k, self.v, block_table=self.block_table, **scales, **options)
 
     def _pages_for(self, length: int) -> int:
@@ -122,7 +124,7 @@ class PagedKVCache(KVCache):
                 del owned[kept:]
                 self.block_table[b, kept:] = self.pages
 
-    def _reorder_storage(self, indices):
+    def _reorder_storage(self, indices: Tensor) -> None:
         self._give_back()
         sources = [self._owned[i] for i in indices.tolist()]
         if sum(map(len, sources)) > self.pages:

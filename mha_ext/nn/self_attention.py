@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +18,13 @@ from .rope import RotaryEmbedding
 class _Attention(nn.Module):
     """What SelfAttention and CrossAttention share: the head counts, the score options and the output projection."""
 
+    pre_mix: nn.Parameter | None
+    post_mix: nn.Parameter | None
+    head_mix: nn.Parameter | None
+
     def __init__(
-        self, d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
-    ):  # fmt: skip
+        self, d_model: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, bias: bool, qk_norm: bool, window: int | tuple[int | None, int | None] | None, causal: bool, dropout: float, softcap: float, factory: dict[str, Any]
+    ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if d_model < 1 or num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -49,7 +55,15 @@ class _Attention(nn.Module):
         left, right = self.window
         return m.Window(left, 0 if self.causal else right)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask, bias, given: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: m.Mask | Tensor | None,
+        bias: Tensor | None,
+        given: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]. given: the module's inputs (that
         of the queries, that of the keys); where they are nested, the heads are those of their values."""
         options = self._options(mask, bias)
@@ -57,7 +71,7 @@ class _Attention(nn.Module):
             return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
         return self._project_out(attention(q, k, v, **options))
 
-    def _options(self, mask, bias) -> dict:
+    def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | None) -> dict[str, Any]:
         """What attention takes besides the heads."""
         if isinstance(mask, Tensor):
             mask = m.Dense(mask)
@@ -130,14 +144,14 @@ class SelfAttention(_Attention):
         packed: bool = True,
         talking_heads: bool = False,
         head_communication: bool = False,
-        device=None,
-        dtype=None,
-    ):
-        factory = {"device": device, "dtype": dtype}
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
         )
-        self.qkv_proj = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
+        self.qkv_proj: nn.Linear | None = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
         self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
         self.head_shards = (
             1  # processes that have an equal share of the heads each, see mha_ext.distributed.HeadParallel
@@ -151,7 +165,8 @@ class SelfAttention(_Attention):
 
     def _rows(self) -> tuple[int, int, int]:
         """Rows of the projections to queries, keys and values."""
-        return tuple(n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads))
+        n, d = self.num_kv_heads, self.head_dim
+        return self.num_heads * d, n * d, n * d
 
     def unpack(self) -> None:
         """Replaces qkv_proj by q_proj, k_proj and v_proj, with copies of its parameters: build optimizers afterwards."""
@@ -197,7 +212,7 @@ class SelfAttention(_Attention):
         if counts is None and cache is None and self._reads_packed(x):
             return self._attend_packed(x, mask, bias)
         q, k, v = self._project(nested.values_of(x, "x") if x.is_nested else x)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             start = 0 if cache is None else cache.lengths
@@ -208,13 +223,13 @@ class SelfAttention(_Attention):
             raise ValueError("counts was given without a cache; use mask=masks.Padding(counts).")
         return self._attend(q, k, v, mask, bias, (x, x))
 
-    def make_cache(self, batch: int, capacity: int, **options) -> KVCache:
+    def make_cache(self, batch: int, capacity: int, **options: Any) -> KVCache:
         """A KVCache for this module and sequences of up to capacity positions; options as KVCache's.
 
         With a window, it is a ring that keeps what the window needs, where that takes less memory.
         """
         weight = self.out_proj.weight
-        options = {"device": weight.device, "dtype": weight.dtype} | options
+        options = {"device": weight.device, "dtype": weight.dtype, **options}
         left = None if self.window is None else self.window[0]
         if left is not None and "window" not in options:
             kept = left + max(64, left // 4)
@@ -222,7 +237,16 @@ class SelfAttention(_Attention):
                 capacity, options["window"] = kept, left
         return KVCache(batch, capacity, self.num_kv_heads // self.head_shards, self.head_dim, **options)
 
-    def _attend_cached(self, q, k, v, mask, bias, cache: KVCache, counts) -> Tensor:
+    def _attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: m.Mask | Tensor | None,
+        bias: Tensor | None,
+        cache: KVCache,
+        counts: Tensor | None,
+    ) -> Tensor:
         if not self.causal or (self.training and self.dropout > 0):
             raise ValueError(
                 f"a cache was given with causal={self.causal}, dropout={self.dropout}, training={self.training}; "
@@ -255,7 +279,7 @@ class SelfAttention(_Attention):
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """[B,S,H + 2*Hk,D] of the packed projection"""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # type: ignore[misc]  # unpack()ed modules do not come here
         if heads.shape[2] != self.num_heads + 2 * self.num_kv_heads:
             raise ValueError(
                 f"qkv_proj gave {heads.shape[2]} of {self.num_heads + 2 * self.num_kv_heads} heads; accepted: all of "
@@ -268,7 +292,7 @@ class SelfAttention(_Attention):
         parts = self.q_norm, self.rope, self.pre_mix, self.post_mix, self.head_mix
         return self.qkv_proj is not None and not x.is_nested and all(part is None for part in parts)
 
-    def _attend_packed(self, x: Tensor, mask, bias) -> Tensor:
+    def _attend_packed(self, x: Tensor, mask: m.Mask | Tensor | None, bias: Tensor | None) -> Tensor:
         options = self._options(mask, bias)
         return self.out_proj(attention_qkvpacked(self._all_heads(x), self.num_heads, **options).flatten(2))
 
@@ -279,7 +303,7 @@ class SelfAttention(_Attention):
 _PARTS = "q_proj", "k_proj", "v_proj"
 
 
-def _load_either_packing(module, state_dict, prefix, *_) -> None:
+def _load_either_packing(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Makes the state dict of a packed module fit an unpacked one, and the other way round."""
     for kind in ("weight", "bias"):
         whole, parts = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _PARTS]
@@ -311,10 +335,10 @@ class CrossAttention(_Attention):
         window: int | tuple[int | None, int | None] | None = None,
         dropout: float = 0.0,
         softcap: float = 0.0,
-        device=None,
-        dtype=None,
-    ):
-        factory = {"device": device, "dtype": dtype}
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, False, dropout, softcap, factory
         )
@@ -335,7 +359,7 @@ class CrossAttention(_Attention):
             x, context = (nested.values_of(t, name) for t, name in zip(given, ("x", "context")))
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self._attend(q, k, v, mask, bias, given)
 
