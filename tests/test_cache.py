@@ -266,3 +266,22 @@ def test_compiled_steps_share_a_graph(window, fresh_compiler):
     outs += [step(x[:, i : i + 1], cache) for i in range(103, 150)]
     assert counter.frame_count == graphs <= 2
     torch.testing.assert_close(torch.cat(outs, 1), expected)
+
+
+def test_module_with_sinks_decodes_what_it_computes_at_once():
+    torch.manual_seed(0)
+    module = mha_ext.nn.SelfAttention(32, 4, num_kv_heads=2, causal=True, sinks=True).eval()
+    x = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        without = module(x)
+        module.sinks.copy_(torch.tensor([3.0, -1.0, 0.5, 10.0]))
+        heads = module.qkv_proj(x).unflatten(-1, (-1, 8)).transpose(1, 2).split((4, 2, 2), 1)
+        out = mha_ext.reference.attention(*heads, mask=mha_ext.masks.Causal(), sinks=module.sinks)
+        expected = module.out_proj(out.transpose(1, 2).flatten(2))
+        cache = module.make_cache(2, 16)
+        steps = torch.cat([module(x[:, i : i + 1], cache=cache) for i in range(9)], 1)
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(steps, expected)
+    assert (expected - without).abs().max() > 0.01
+    module(x).sum().backward()
+    assert module.sinks.grad.abs().min() > 0

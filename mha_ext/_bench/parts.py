@@ -15,6 +15,7 @@ from .rows import BF16, FP16, FP32, NAMES, Row, compare, direction, dtype_key
 SHAPE = Shape(8, 12, 512, 64)
 LARGE_SHAPE = Shape(1, 4, 512, 64)
 TALKING_SHAPE = Shape(4, 12, 1024, 64)
+LONG_SHAPE = Shape(1, 8, 2048, 64)
 LENGTHS = (512, 400, 300, 256, 200, 150, 100, 60)
 
 
@@ -148,6 +149,57 @@ def window_case(dtype: torch.dtype, backward: bool) -> Case:
     )
 
 
+def block_sparse_case(dtype: torch.dtype, backward: bool) -> Case:
+    """A tenth of the blocks and the diagonal, against a dense mask."""
+    blocks = (torch.rand(LONG_SHAPE.queries // 64, LONG_SHAPE.Sk // 64) < 0.1) | torch.eye(LONG_SHAPE.queries // 64).bool()
+    mask = mha_ext.masks.BlockSparse(blocks, 64)
+    visible = mask.to_dense(1, 1, LONG_SHAPE.queries, LONG_SHAPE.Sk)
+    inputs = LONG_SHAPE.inputs(dtype, requires_grad=backward)
+    calls = {"sdpa": lambda: sdpa(*inputs, attn_mask=visible), "mha_ext": lambda: ours(*inputs, mask=mask)}
+    expected = lambda *wide: sdpa(*wide, attn_mask=visible)
+    flops = LONG_SHAPE.flops(backward, visible.sum().item())
+    return compare(calls, inputs, backward=backward, expected=expected, flops=flops)
+
+
+def alibi_case(dtype: torch.dtype, backward: bool) -> Case:
+    """Causal, against the same bias (and mask) as a tensor."""
+    bias = mha_ext.biases.ALiBi(mha_ext.biases.alibi_slopes(LONG_SHAPE.heads))
+    hidden = torch.ones(LONG_SHAPE.queries, LONG_SHAPE.Sk, dtype=torch.bool).triu_(1)
+    dense = bias.to_dense(LONG_SHAPE.queries, LONG_SHAPE.Sk).masked_fill(hidden, float("-inf"))[None]
+    inputs = LONG_SHAPE.inputs(dtype, requires_grad=backward)
+    tensor = dense.to(dtype)
+    calls = {"sdpa": lambda: sdpa(*inputs, attn_mask=tensor), "mha_ext": lambda: ours(*inputs, causal=True, bias=bias)}
+    pairs = LONG_SHAPE.queries * (LONG_SHAPE.queries + 1) / 2
+    expected = lambda *wide: sdpa(*wide, attn_mask=dense)
+    return compare(calls, inputs, backward=backward, expected=expected, flops=LONG_SHAPE.flops(backward, pairs))
+
+
+def sinks_case(dtype: torch.dtype, backward: bool) -> Case:
+    inputs = LONG_SHAPE.inputs(dtype, requires_grad=backward)
+    sinks = torch.randn(LONG_SHAPE.heads)
+    textbook = lambda *x: mha_ext.reference.attention(*x, sinks=sinks)
+    calls = {"eager": lambda: textbook(*inputs), "mha_ext": lambda: ours(*inputs, sinks=sinks)}
+    flops = LONG_SHAPE.flops(backward)
+    return compare(calls, inputs, backward=backward, baseline="eager", expected=textbook, flops=flops)
+
+
+def varlen_case(dtype: torch.dtype) -> Case:
+    """Sequences of different lengths, packed or padded; the result is packed both times."""
+    padded = SHAPE.inputs(dtype)
+    inside = torch.arange(SHAPE.queries) < torch.tensor(LENGTHS)[:, None]
+    packed = [x.transpose(1, 2)[inside] for x in padded]
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    visible = inside[:, None, None]
+    by_padding = lambda q, k, v: sdpa(q, k, v, attn_mask=visible).transpose(1, 2)[inside]
+    calls = {
+        "sdpa, padded": lambda: by_padding(*padded),
+        "mha_ext": lambda: mha_ext.attention_varlen(*packed, starts, starts),
+    }
+    flops = 4 * SHAPE.heads * SHAPE.head_dim * sum(n * n for n in LENGTHS)
+    expected = lambda: by_padding(*(x.float() for x in padded))
+    return Case(calls, "sdpa, padded", expected, flops=flops, peak=dtype_key(dtype))
+
+
 def talking_heads_case(dtype: torch.dtype, backward: bool) -> Case:
     shape = TALKING_SHAPE
     inputs = shape.inputs(dtype, requires_grad=backward)
@@ -203,6 +255,15 @@ def feature_rows(full: bool) -> list[Row]:
                 Row("features", f"padded batch {SHAPE} {kind}", partial(padded_case, *args)),
                 Row("features", f"window 256 B1 H8 S8192 D64 {kind}", partial(window_case, *args)),
             ]
+        for backward in (False, True) if full else (False,):
+            kind = f"{NAMES[dtype]} {direction(backward)}"
+            rows += [
+                Row("features", f"10 % of the blocks {LONG_SHAPE} {kind}", partial(block_sparse_case, dtype, backward)),
+                Row("features", f"causal ALiBi {LONG_SHAPE} {kind}", partial(alibi_case, dtype, backward)),
+                Row("features", f"sinks {LONG_SHAPE} {kind}", partial(sinks_case, dtype, backward)),
+            ]
+        name = f"packed sequences {SHAPE} {NAMES[dtype]} fwd"
+        rows.append(Row("features", name, partial(varlen_case, dtype)))
         name = f"learned bias [1,12,512,512] {SHAPE} {NAMES[dtype]} fwd+bwd"
         rows.append(Row("features", name, partial(bias_case, dtype)))
         for backward in (False, True) if full else (False,):

@@ -21,6 +21,7 @@ class _Attention(nn.Module):
     pre_mix: nn.Parameter | None
     post_mix: nn.Parameter | None
     head_mix: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self, d_model: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, bias: bool, qk_norm: bool, window: int | tuple[int | None, int | None] | None, causal: bool, dropout: float, softcap: float, factory: dict[str, Any]
@@ -44,7 +45,7 @@ class _Attention(nn.Module):
         self.window = (window, window) if isinstance(window, int) else window
         self._mask = self._own_mask()
         self.out_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias, **factory)
-        for name in ("pre_mix", "post_mix", "head_mix"):
+        for name in ("pre_mix", "post_mix", "head_mix", "sinks"):
             self.register_parameter(name, None)
         self.q_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
@@ -80,7 +81,7 @@ class _Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return {
             "mask": mask, "bias": bias, "dropout_p": dropout, "softcap": self.softcap, "pre_mix": self.pre_mix,
-            "post_mix": self.post_mix,
+            "post_mix": self.post_mix, "sinks": self.sinks,
         }  # fmt: skip
 
     def _project_out(self, out: Tensor) -> Tensor:
@@ -119,11 +120,13 @@ class SelfAttention(_Attention):
         talking_heads: learn to mix the heads' scores before the softmax and their weights after it (Shazeer et al.,
             "Talking-heads attention", 2020).
         head_communication: learn to mix the heads' outputs before the output projection.
+        sinks: learn a logit per head that joins the softmax's denominator (Xiao et al., "Efficient streaming language
+            models with attention sinks", 2024).
         device, dtype: of the parameters.
 
     Parameters: qkv_proj ((H + 2 Hk) * head_dim rows: all queries, then keys, then values), or with packed=False q_proj,
     k_proj and v_proj; out_proj; q_norm and k_norm; pre_mix and post_mix of talking_heads and head_mix of
-    head_communication, [H,H] each, at first the identity.
+    head_communication, [H,H] each, at first the identity; sinks [H], at first 0.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class SelfAttention(_Attention):
         packed: bool = True,
         talking_heads: bool = False,
         head_communication: bool = False,
+        sinks: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -159,6 +163,8 @@ class SelfAttention(_Attention):
         mixes = (("pre_mix", "post_mix") if talking_heads else ()) + (("head_mix",) if head_communication else ())
         for name in mixes:
             setattr(self, name, nn.Parameter(torch.eye(num_heads, **factory)))
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(num_heads, **factory))
         self.register_load_state_dict_pre_hook(_load_either_packing)
         if not packed:
             self.unpack()
@@ -260,7 +266,7 @@ class SelfAttention(_Attention):
         if left is None and cache.window is not None:
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
         mask = m.Dense(mask) if isinstance(mask, Tensor) else mask
-        out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap)
+        out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=self.sinks)
         return self._project_out(out)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
