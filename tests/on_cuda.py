@@ -40,7 +40,7 @@ def modifiers(c: cases.Case, x: cases.Inputs) -> dict:
     rest = {"scale": scale, "softcap": c.softcap, "dropout_p": c.dropout_p, "rng_state": x.rng_state}
     bias = x.bias
     if isinstance(bias, biases.Bias):  # what the ops take is a leaf there: named() goes on to the parameter
-        bias = lowered(c, x).detach().requires_grad_()
+        bias = lowered(c, x).detach().contiguous().requires_grad_()
     return {"bias": bias, "sinks": x.sinks, **args._asdict(), **rest}
 
 
