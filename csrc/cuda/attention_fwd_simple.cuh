@@ -55,14 +55,16 @@ __device__ inline void load_transposed(Acc (&to)[kDepth][kPitch], const T* from,
 
 // An element of row j of the keys or values of one head as a cache holds them; NaN where block_table names no page.
 template <class Acc>
-__device__ inline Acc stored_element(const AttentionForwardLaunch& p, const Tensor4& t, const float* scales, int64_t b,
-                                     int64_t head, int64_t j, int64_t column) {
+__device__ inline Acc stored_element(const AttentionForwardLaunch& p, const Tensor4& t, const float* scales, unsigned b,
+                                     unsigned query_head, unsigned j, unsigned column) {
   const KeyValueStore& store = p.store;
+  const unsigned head = query_head / (unsigned(p.H) / unsigned(p.Hk));
   int64_t first = b;
   if (store.table) {
-    first = store.table[b * store.table_stride_b + j / store.page_size];
+    const unsigned page = j / unsigned(store.page_size);  // in 64 bits this would be a call
+    first = store.table[b * store.table_stride_b + page];
     if (first < 0 || first >= store.pages) return Acc(NAN);
-    j %= store.page_size;
+    j -= page * unsigned(store.page_size);
   }
   const Acc x = element<Acc>(t.data, store.quantised ? store.type : p.dtype,
                              first * t.stride[0] + head * t.stride[1] + j * t.stride[2] + column);
@@ -87,11 +89,11 @@ __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C:
     __syncthreads();
     load_transposed<C::kRows, C::kThreads>(shared.query, q + d0, p.q.stride[2], sequence.Sq - first_row, int(p.D) - d0);
     if constexpr (C::kStore) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < C::kKeys * C::kDepth; i += C::kThreads) {
         const int j = first_key + i / C::kDepth, d = d0 + i % C::kDepth;
         shared.key[i % C::kDepth][i / C::kDepth] =
-            j < p.Sk && d < p.D ? stored_element<Acc>(p, p.k, p.store.k_scale, sequence.b, h / (p.H / p.Hk), j, d)
-                                : Acc(0);
+            j < p.Sk && d < p.D ? stored_element<Acc>(p, p.k, p.store.k_scale, sequence.b, h, j, d) : Acc(0);
       }
     } else {
       load_transposed<C::kKeys, C::kThreads>(shared.key, k + d0, p.k.stride[2], sequence.Sk - first_key, int(p.D) - d0);
@@ -156,7 +158,7 @@ __device__ inline void simple_softmax(Acc (&s)[4][4], SimpleRow<Acc> (&row)[4], 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads)
+__global__ void __launch_bounds__(C::kThreads, 1)
     attention_fwd_simple_kernel(const __grid_constant__ AttentionForwardLaunch p) {
   using T = typename C::T;
   using Acc = typename C::Acc;
@@ -202,13 +204,13 @@ __global__ void __launch_bounds__(C::kThreads)
     for (int c = 0; c < 4; ++c)
 #pragma unroll
       for (int r = 0; r < 4; ++r) shared.weight[4 * x + c][4 * y + r] = hidden >> (4 * r + c) & 1 ? Acc(-1) : s[r][c];
+#pragma unroll(C::kStore ? 1 : 4)
     for (int i = threadIdx.x; i < C::kKeys * C::kColumns; i += C::kThreads) {
       const int j = i / C::kColumns, c = i % C::kColumns;
       const bool there = key + j < Sk && first_column + c < p.Dv;
       if constexpr (C::kStore) {
         shared.value[j][c] =
-            there ? stored_element<Acc>(p, p.v, p.store.v_scale, b, h / (p.H / p.Hk), key + j, first_column + c)
-                  : Acc(0);
+            there ? stored_element<Acc>(p, p.v, p.store.v_scale, b, h, key + j, first_column + c) : Acc(0);
       } else {
         shared.value[j][c] = there ? Acc(values[(key + j) * p.v.stride[2] + c]) : Acc(0);
       }
