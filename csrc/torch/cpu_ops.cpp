@@ -1,4 +1,6 @@
 // The ops on the CPU: the kernels of the instruction set in use, run on torch's thread pool.
+#include <exception>
+
 #include "../cpu/kernels.h"
 #include "cached_ops.h"
 #include "mixed_ops.h"
@@ -7,9 +9,17 @@ namespace mha::torch_layer {
 namespace {
 
 void run_on_torch_threads(int count, void (*body)(void*, int), void* context) {
+  // What is thrown must not reach torch, which would put a sentence of its own in its place.
+  std::vector<std::exception_ptr> thrown(static_cast<size_t>(count));
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) body(context, int(thread));
+    for (int64_t thread = begin; thread < end; ++thread) try {
+        body(context, int(thread));
+      } catch (...) {
+        thrown[size_t(thread)] = std::current_exception();
+      }
   });
+  for (const std::exception_ptr& exception : thrown)
+    if (exception) std::rethrow_exception(exception);
 }
 
 cpu::Threads torch_threads() { return {int(torch::stable::get_num_threads()), run_on_torch_threads}; }
