@@ -76,7 +76,7 @@ def decide_cuda(torch):
     if not asked and not torch.cuda.is_available():
         return False, "no GPU was visible to the build (MHA_EXT_CUDA=1 builds for one that is elsewhere)"
     os.environ["CUDA_HOME"] = toolkit
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
     return True, f"nvcc of {toolkit}, architectures {os.environ['TORCH_CUDA_ARCH_LIST']}"
 
 
@@ -110,16 +110,26 @@ def extensions():
         # torch hides what the half types convert to and compute with; the kernels use it.
         hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
         nvcc += [f"-U__CUDA_NO_{name}__" for name in hidden]
-        if os.environ["TORCH_CUDA_ARCH_LIST"] in ("8.0", "8.0+PTX"):  # which the kernels' tiles are sized for
-            nvcc.append("-Xptxas=-warn-spills,-Werror")
-        built.append(
-            CUDAExtension(
-                "mha_ext._C_cuda",
-                sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu"),
-                define_macros=[*macros, ("USE_CUDA", None)],
-                extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        no_spills = "-Xptxas=-warn-spills,-Werror"
+        architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split()
+        others = [name for name in architectures if not name.startswith("9.0a")] or ["8.0+PTX"]
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(others)
+        sm80 = [no_spills] if others in (["8.0"], ["8.0+PTX"]) else []  # which the kernels' tiles are sized for
+        # An image for 9.0a would be preferred to the PTX of 8.0, so kernels for the one are not compiled for the other.
+        sm90 = [f"-gencode=arch=compute_90a,code={code}_90a" for code in ("sm", "compute")] + [no_spills]
+        files = sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu")
+        modules = {"_C_cuda": ([file for file in files if "_sm90_" not in file], sm80)}
+        if len(others) < len(architectures):
+            modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cpp", "csrc/cuda/inst/*_sm90_*.cu"), sm90)
+        for name, (files, flags) in modules.items():
+            built.append(
+                CUDAExtension(
+                    f"mha_ext.{name}",
+                    files,
+                    define_macros=[*macros, ("USE_CUDA", None)],
+                    extra_compile_args={"cxx": cxx, "nvcc": nvcc + flags},
+                )
             )
-        )
     return built
 
 

@@ -1,11 +1,11 @@
 """Counts what the CUDA kernels execute, in simulation: no GPU is needed.
 
     make -C tests/ptxsim
-    tests/ptxsim/run python benchmarks/kernel_counters.py     less than a minute
+    PTXSIM_DEVICE=sm_80 tests/ptxsim/run python benchmarks/kernel_counters.py     less than a minute; sm_90 likewise
 
 The package must be built with CUDA and hold PTX (MHA_EXT_CUDA=1, as by default). Prints two Markdown tables: attention per
-score, beside the same counts of flash-attention 2's kernels, and the kernels bound by memory per element. The last
-columns are estimates from published peaks, not measurements: simulation knows no time.
+score, beside the same counts of flash-attention 2's kernels (sm_90: flash-attention 3's), and the kernels bound by memory
+per element. The last columns are estimates from published peaks, not measurements: simulation knows no time.
 """
 
 import argparse
@@ -34,12 +34,23 @@ FLASH_ATTENTION_2 = {
     "backward D128 full": ("33.6", "1280", "1.00", "652", "22", "2 + atomics"),
 }
 
+# Likewise flash-attention 3's, of which fewer counts are known.
+FLASH_ATTENTION_3 = {
+    "forward D64 full": ("12.8",),
+    "forward D64 causal": ("17.6",),
+    "forward D128 full": ("11.1", "-", "1.06", "-", "9"),
+    "forward D128 causal": ("14.4",),
+    "backward D128 full": ("20.9",),
+    "backward D128 causal": ("28.0",),
+}
+
 # An H200 (SXM), per SM and clock. Published: 989.4 dense bf16 TFLOP/s and 4.8 TB/s for 132 SMs at 1.83 GHz, four
-# instructions of 32 threads, 16 exp, 128 bytes of shared memory (one wavefront). mma.sync, which these kernels use,
-# was seen by published microbenchmarks at about 63 % of what wgmma reaches.
+# instructions of 32 threads, 16 exp, 128 bytes of shared memory (one wavefront). mma.sync was seen by published
+# microbenchmarks at about 63 % of what wgmma reaches.
 SMS, CLOCK = 132, 1.83e9
 PER_CLOCK = {
-    "tensor": 0.63 * 989.4e12 / SMS / CLOCK,
+    "mma.sync": 0.63 * 989.4e12 / SMS / CLOCK,
+    "wgmma": 989.4e12 / SMS / CLOCK,
     "exp": 16.0,
     "issue": 128.0,
     "shared": 1.0,
@@ -58,7 +69,11 @@ class Counters:
 
     def main(self) -> "Counters":
         """The kernels that use tensor cores."""
-        return Counters([kernel for kernel in self.kernels if kernel["mma_instructions"]])
+        return Counters([kernel for kernel in self.kernels if kernel["mma_flops"]])
+
+    def shared_clocks(self) -> float:
+        """128 bytes each: accesses by threads, and what wgmma reads of its operands."""
+        return self.total("shared_wavefronts") + self.total("wgmma_shared_bytes") / 128
 
 
 def count(call: Callable[[], object]) -> Counters:
@@ -121,10 +136,10 @@ class Attention:
         """Of one SM per score, for each limit; memory traffic is each tensor once."""
         tensors = 4 if self.direction == "forward" else 8
         spent = {
-            "tensor": counters.total("mma_flops"),
+            "wgmma" if counters.total("wgmma_shared_bytes") else "mma.sync": counters.total("mma_flops"),
             "exp": 32 * counters.total("sfu_instructions"),
             "issue": 32 * counters.total("warp_instructions"),
-            "shared": counters.total("shared_wavefronts"),
+            "shared": counters.shared_clocks(),
             "bandwidth": tensors * self.tensor_bytes,
         }
         return {limit: amount / PER_CLOCK[limit] / self.scores for limit, amount in spent.items()}
@@ -144,7 +159,9 @@ class Attention:
             f"{counters.total('global_load_bytes') / self.tensor_bytes:.1f}",
             stores + (" + atomics" if counters.total("atomics") else ""),
         )
-        theirs = FLASH_ATTENTION_2.get(self.name, ("-",) * 6)
+        wgmma = counters.total("wgmma_shared_bytes") > 0
+        theirs = (FLASH_ATTENTION_3 if wgmma else FLASH_ATTENTION_2).get(self.name, ())
+        theirs += ("-",) * (len(values) - len(theirs))
         both = [f"{ours} / {other}" for ours, other in zip(values, theirs, strict=True)]
         clocks = self.clocks(counters)
         limit = max(clocks, key=clocks.get)
@@ -185,7 +202,6 @@ def memory_cells(name: str, elements: int, tensors: int, counters: Counters) -> 
     loads, stores = counters.total("global_load_bytes"), counters.total("global_store_bytes")
     sectors = 32 * (counters.total("global_load_sectors") + counters.total("global_store_sectors"))
     spent = {
-        "tensor": counters.total("mma_flops"),
         "exp": 32 * counters.total("sfu_instructions"),
         "issue": 32 * counters.total("warp_instructions"),
         "shared": counters.total("shared_wavefronts"),
@@ -229,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     rows = [row.cells(row.count()) for row in tqdm(attention_rows(args.length), unit="row", file=sys.stderr)]
     print(
-        f"bf16, S={args.length}. Each cell: mha_ext / flash-attention 2, per visible score; wavefronts per 1024 scores; loads "
+        f"bf16, S={args.length}. Each cell: mha_ext / flash-attention (2, or 3 beside wgmma), per visible score; wavefronts per 1024 scores; loads "
         "and stores in units of one tensor.\n"
     )
     head = ["kernel", "instr", "mma FLOP", "exp", "shared wavefronts", "loads", "stores"]

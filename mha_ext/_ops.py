@@ -29,7 +29,12 @@ cpu_isa, available_isas, attention_plan = _C.cpu_isa, _C.available_isas, _C.atte
 # Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 if build_info["cuda"] and torch.version.cuda is not None:
-    from . import _C_cuda  # noqa: F401  (registers the CUDA kernels)
+    from . import _C_cuda  # registers the CUDA kernels
+
+    with contextlib.suppress(ImportError):  # not built where other architectures were asked for
+        from . import _C_cuda_sm90
+
+        _C_cuda.use_sm90(_C_cuda_sm90.kernels())
 
 _lib = torch.library.Library("mha_ext", "FRAGMENT")
 _lib.define(

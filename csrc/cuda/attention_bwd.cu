@@ -1,10 +1,12 @@
 // Attention backward: which kernels run, and what they share in the workspace.
 #include <algorithm>
+#include <span>
 
 #include "attention_bwd_rows.cuh"
 #include "attention_bwd_simple.cuh"
 #include "attention_bwd_sm80.cuh"
 #include "inst/instances.h"
+#include "tensor_map.h"
 
 namespace mha::cuda {
 namespace {
@@ -26,8 +28,7 @@ bool plain(const AttentionBackwardLaunch& p) {
          p.aligned;
 }
 
-template <std::size_t kCount>
-const Kernel* find(const Kernel (&table)[kCount], const AttentionBackwardLaunch& p) {
+const Kernel* find(std::span<const Kernel> table, const AttentionBackwardLaunch& p) {
   for (const Kernel& kernel : table)
     if (kernel.dtype == p.dtype && std::max(p.D, p.Dv) <= kernel.head && (kernel.general || plain(p))) return &kernel;
   return nullptr;
@@ -43,6 +44,15 @@ bool fits(int head) {
   return needed + 256 <= bytes;  // beside the static part
 }
 
+// The kernel for compute capability 9.0, where it can run: q, k, v and dout must be what TMA reads.
+const Kernel* find_sm90(const AttentionBackwardLaunch& p) {
+  const KernelsSm90* sm90 = kernels_sm90(p);
+  if (!sm90 || !tma_reads(p.q, {p.B, p.H, p.Sq, p.D}) || !tma_reads(p.k, {p.B, p.Hk, p.Sk, p.D}) ||
+      !tma_reads(p.v, {p.B, p.Hk, p.Sk, p.Dv}) || !tma_reads(p.dout, {p.B, p.H, p.Sq, p.Dv}))
+    return nullptr;
+  return find(sm90->attention_bwd, p);
+}
+
 Plan plan(const AttentionBackward& p) {
   Plan plan;
   AttentionBackwardLaunch& launch = plan.launch;
@@ -56,10 +66,15 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dv = aligned_16(p.dv, size);
   launch.row_blocks = int(row_blocks_of(p.Sq));
   plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
-  if (!p.deterministic) plan.main = find(k_attention_bwd_sm80, launch);
-  if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
+  if (!p.deterministic) plan.main = find_sm90(launch);
+  if (!p.deterministic && !plan.main) {
+    plan.main = find(k_attention_bwd_sm80, launch);
+    if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
+  }
   if (plan.main) {
-    plan.round = find(k_attention_bwd_dq_round, launch);
+    for (const Kernel& round : k_attention_bwd_dq_round)
+      if (round.dtype == p.dtype && round.head == plan.main->head && round.general == plan.main->general)
+        plan.round = &round;
   } else {
     plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
     plan.dq = find(k_attention_bwd_dq_sm80, launch);

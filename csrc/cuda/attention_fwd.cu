@@ -3,9 +3,11 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <span>
 
 #include "attention_combine.cuh"
 #include "inst/instances.h"
+#include "tensor_map.h"
 
 namespace mha::cuda {
 namespace {
@@ -23,8 +25,7 @@ bool plain(const AttentionForwardLaunch& p) {
          p.aligned_q && p.aligned_k && p.aligned_v;
 }
 
-template <std::size_t kCount>
-const Instance<AttentionForwardLaunch>* find(const Instance<AttentionForwardLaunch> (&table)[kCount],
+const Instance<AttentionForwardLaunch>* find(std::span<const Instance<AttentionForwardLaunch>> table,
                                              const AttentionForwardLaunch& p, bool plain) {
   for (const auto& instance : table)
     if (instance.dtype == p.dtype && std::max(p.D, p.Dv) <= instance.head && (instance.general || plain))
@@ -37,6 +38,15 @@ int multiprocessors() {
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   return count;
+}
+
+// The instance for compute capability 9.0, where it can run: q, k and v must be what TMA reads.
+const Instance<AttentionForwardLaunch>* find_sm90(const AttentionForwardLaunch& p, bool plain) {
+  const KernelsSm90* sm90 = kernels_sm90(p);
+  if (!sm90 || !tma_reads(p.q, {p.B, p.H, p.Sq, p.D}) || !tma_reads(p.k, {p.B, p.Hk, p.Sk, p.D}) ||
+      !tma_reads(p.v, {p.B, p.Hk, p.Sk, p.Dv}))
+    return nullptr;
+  return find(sm90->attention_fwd, p, plain);
 }
 
 // In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill
@@ -58,7 +68,9 @@ Plan plan(const AttentionForward& p) {
   plan.launch.aligned_out = aligned_16(p.out, size);
   plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
   if (p.store.table || p.store.quantised) return plan;  // attention_fwd_simple takes them
-  plan.main = find(k_attention_fwd_sm80, plan.launch, cuda::plain(plan.launch));
+  const bool plain = cuda::plain(plan.launch);
+  plan.main = find_sm90(plan.launch, plain);
+  if (!plan.main) plan.main = find(k_attention_fwd_sm80, plan.launch, plain);
   if (!plan.main) return plan;
   plan.weights = find(k_attention_weights_sm80, plan.launch, false);
   plan.launch.splits = key_splits(p, plan.main->head <= 128 ? 128 : 64);

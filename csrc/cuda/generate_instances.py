@@ -10,6 +10,8 @@ FOLDER = pathlib.Path(__file__).resolve().parent / "inst"
 HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
+SM90_HEADS = (64, 128, 256)
+SM90_BACKWARD_HEADS = (64, 128)
 
 
 def table():
@@ -26,10 +28,17 @@ def table():
                     yield "attention_bwd_dq_round", dtype, head, variant, f"{backward}, true>"
                 yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false>"
                 yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
+            for variant, general in (("plain", "false"), ("general", "true")):
+                if head in SM90_HEADS and (variant == "plain" or head <= 128):  # more would not fit into registers
+                    yield "attention_fwd_sm90", dtype, head, variant, f"{type_name}, ForwardSm90<{head}, {general}>"
+                if head in SM90_BACKWARD_HEADS and (variant == "plain" or head <= 64):
+                    yield "attention_bwd_sm90", dtype, head, variant, f"{type_name}, BackwardSm90<{head}, {general}>"
             yield "attention_bwd_dbias_sm80", dtype, head, "general", f"{type_name}, BackwardQueriesSm80<{head}, true, true>"
 
 
 LAUNCH = {
+    "attention_fwd_sm90": "AttentionForwardLaunch",
+    "attention_bwd_sm90": "AttentionBackwardLaunch",
     "attention_fwd_sm80": "AttentionForwardLaunch",
     "attention_weights_sm80": "AttentionForwardLaunch",
     "attention_bwd_sm80": "AttentionBackwardLaunch",

@@ -5,8 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <span>
 
-#include "launch.h"
+#include "attention_bwd_launch.h"
 
 namespace mha::cuda {
 
@@ -24,6 +25,16 @@ struct Instance {
 // the current device (how many blocks fill it).
 std::size_t attention_fwd_workspace(const AttentionForward& p);
 void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream);
+
+// The instances for compute capability 9.0, which are compiled for it alone and live in a module of their own: that
+// module hands them over when it is imported. Without them, or on another GPU, the others run.
+struct KernelsSm90 {
+  std::span<const Instance<AttentionForwardLaunch>> attention_fwd;
+  std::span<const Instance<AttentionBackwardLaunch>> attention_bwd;
+};
+void use_sm90(const KernelsSm90* kernels);
+// Null unless the current device takes them, and never for packed sequences, which TMA's maps don't know.
+const KernelsSm90* kernels_sm90(const AttentionProblem& p);
 
 // The kernel for everything that no instance takes.
 void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream);

@@ -88,9 +88,17 @@ STABLE_TORCH_LIBRARY_IMPL(mha_ext, CUDA, m) {
   MHA_REGISTER_MIXED_OPS(m, mha::torch_layer::Cuda);
 }
 
-// Importing the module runs the registration above; it holds nothing else.
+// Takes _C_cuda_sm90.kernels(). Importing the module runs the registration above; it holds nothing else.
+static PyObject* use_sm90(PyObject*, PyObject* capsule) {
+  auto* kernels = static_cast<const mha::cuda::KernelsSm90*>(PyCapsule_GetPointer(capsule, "mha_ext.sm90"));
+  if (!kernels) return nullptr;
+  mha::cuda::use_sm90(kernels);
+  Py_RETURN_NONE;
+}
+
 PyMODINIT_FUNC PyInit__C_cuda() {
+  static PyMethodDef methods[] = {{"use_sm90", use_sm90, METH_O, nullptr}, {}};
   static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

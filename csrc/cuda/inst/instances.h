@@ -28,6 +28,10 @@ void attention_bwd_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStrea
 void attention_bwd_dq_round_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_f16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -46,6 +50,9 @@ void attention_bwd_dkv_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaSt
 void attention_bwd_dq_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_f16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -54,6 +61,7 @@ void attention_bwd_dkv_sm80_f16_256_plain(const AttentionBackwardLaunch&, cudaSt
 void attention_bwd_dq_sm80_f16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_f16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -78,6 +86,10 @@ void attention_bwd_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStre
 void attention_bwd_dq_round_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_bf16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -96,6 +108,9 @@ void attention_bwd_dkv_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaS
 void attention_bwd_dq_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_bf16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -104,7 +119,30 @@ void attention_bwd_dkv_sm80_bf16_256_plain(const AttentionBackwardLaunch&, cudaS
 void attention_bwd_dq_sm80_bf16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_fwd_sm90_bf16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
+
+inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm90[] = {
+    {"attention_fwd_sm90_f16_64_plain", DType::f16, 64, false, attention_fwd_sm90_f16_64_plain},
+    {"attention_fwd_sm90_f16_64_general", DType::f16, 64, true, attention_fwd_sm90_f16_64_general},
+    {"attention_fwd_sm90_f16_128_plain", DType::f16, 128, false, attention_fwd_sm90_f16_128_plain},
+    {"attention_fwd_sm90_f16_128_general", DType::f16, 128, true, attention_fwd_sm90_f16_128_general},
+    {"attention_fwd_sm90_f16_256_plain", DType::f16, 256, false, attention_fwd_sm90_f16_256_plain},
+    {"attention_fwd_sm90_bf16_64_plain", DType::bf16, 64, false, attention_fwd_sm90_bf16_64_plain},
+    {"attention_fwd_sm90_bf16_64_general", DType::bf16, 64, true, attention_fwd_sm90_bf16_64_general},
+    {"attention_fwd_sm90_bf16_128_plain", DType::bf16, 128, false, attention_fwd_sm90_bf16_128_plain},
+    {"attention_fwd_sm90_bf16_128_general", DType::bf16, 128, true, attention_fwd_sm90_bf16_128_general},
+    {"attention_fwd_sm90_bf16_256_plain", DType::bf16, 256, false, attention_fwd_sm90_bf16_256_plain},
+};
+
+inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_sm90[] = {
+    {"attention_bwd_sm90_f16_64_plain", DType::f16, 64, false, attention_bwd_sm90_f16_64_plain},
+    {"attention_bwd_sm90_f16_64_general", DType::f16, 64, true, attention_bwd_sm90_f16_64_general},
+    {"attention_bwd_sm90_f16_128_plain", DType::f16, 128, false, attention_bwd_sm90_f16_128_plain},
+    {"attention_bwd_sm90_bf16_64_plain", DType::bf16, 64, false, attention_bwd_sm90_bf16_64_plain},
+    {"attention_bwd_sm90_bf16_64_general", DType::bf16, 64, true, attention_bwd_sm90_bf16_64_general},
+    {"attention_bwd_sm90_bf16_128_plain", DType::bf16, 128, false, attention_bwd_sm90_bf16_128_plain},
+};
 
 inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm80[] = {
     {"attention_fwd_sm80_f16_32_plain", DType::f16, 32, false, attention_fwd_sm80_f16_32_plain},

@@ -1,0 +1,14 @@
+// stmatrix: four 8x8 tiles of 16-bit elements from a warp's registers to shared memory, laid out and addressed as for
+// ldmatrix (compute capability 9.0 and later).
+#pragma once
+#include <cstdint>
+
+namespace mha::cuda {
+
+__device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
+}  // namespace mha::cuda

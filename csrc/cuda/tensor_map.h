@@ -1,0 +1,59 @@
+// How TMA sees a 4-d tensor. The driver's function that encodes it is looked up at run time: nothing links libcuda.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "../attention.h"
+#include "error.h"
+
+namespace mha::cuda {
+
+// Whether TMA can read t, [n0,n1,n2,n3] of 2-byte elements: where it starts and its strides are multiples of 16 bytes.
+inline bool tma_reads(const Tensor4& t, const std::array<int64_t, 4>& size) {
+  bool fits = reinterpret_cast<std::size_t>(t.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t bytes = t.stride[i] * 2;
+    fits &= size[i] == 1 || (bytes > 0 && bytes % 16 == 0 && bytes < int64_t(1) << 40);
+  }
+  for (const int64_t n : size) fits &= n > 0 && n < int64_t(1) << 31;
+  return fits;
+}
+
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status),
+          "finding cuTensorMapEncodeTiled");
+    if (status != cudaDriverEntryPointSuccess || !function)
+      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it needs CUDA 12.0 or later");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encode;
+}
+
+// Boxes of 64 columns and so many rows, with the 128-byte swizzle. tma_reads(t, size) must hold.
+template <class T>
+CUtensorMap tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int rows) {
+  const cuuint64_t dims[4] = {cuuint64_t(size[3]), cuuint64_t(size[2]), cuuint64_t(size[1]), cuuint64_t(size[0])};
+  cuuint64_t strides[3];
+  for (int i = 0; i < 3; ++i) strides[2 - i] = size[i] == 1 ? 16 : cuuint64_t(t.stride[i]) * 2;
+  const cuuint32_t box[4] = {64, cuuint32_t(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map, std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data,
+      dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(int(result)));
+  return map;
+}
+
+}  // namespace mha::cuda

@@ -1,0 +1,145 @@
+// The wrappers of compute capability 9.0's instructions, each in a small kernel. Built and run by hand, or by CI on the
+// simulated device: nvcc -std=c++20 -gencode arch=compute_90a,code=compute_90a -cudart shared tests/cuda/prim_sm90.cu
+#include "../../csrc/cuda/prim/convert.cuh"
+#include "../../csrc/cuda/prim/ldmatrix.cuh"
+#include "../../csrc/cuda/prim/math.cuh"
+#include "../../csrc/cuda/prim/mbarrier.cuh"
+#include "../../csrc/cuda/prim/stmatrix.cuh"
+#include "../../csrc/cuda/prim/tma.cuh"
+#include "../../csrc/cuda/prim/warpgroup.cuh"
+#include "../../csrc/cuda/prim/wgmma.cuh"
+#include "../../csrc/cuda/tensor_map.h"
+#include "tools.h"
+
+using namespace mha::cuda;
+using bf16 = __nv_bfloat16;
+
+namespace {
+
+constexpr int kSize = 64, kTileBytes = kSize * kSize * 2;
+
+enum class Product { rows, columns, both_columns };
+
+// One 64 x 64 x 64 product of a warpgroup: c = a b^T, c = a b, or c = a^T b.
+template <Product kProduct>
+__global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensorMap map_a,
+                                                const __grid_constant__ CUtensorMap map_b, const bf16* a, float* c) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ uint64_t barrier_word;
+  const uint32_t a_tile = (shared_address(shared) + 1023) & ~1023u, b_tile = a_tile + kTileBytes;
+  const uint32_t barrier = shared_address(&barrier_word);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(barrier, 2 * kTileBytes);
+    tma_load_4d(a_tile, &map_a, barrier, 0, 0, 0, 0);
+    tma_load_4d(b_tile, &map_b, barrier, 0, 0, 0, 0);
+  }
+  float sum[8][4] = {};
+  uint32_t held[4][4];
+  for (int k = 0; k < 4; ++k)
+    for (int i = 0; i < 4; ++i)
+      held[k][i] =
+          *reinterpret_cast<const uint32_t*>(a + (16 * warp + g + i % 2 * 8) * kSize + 16 * k + 2 * t + i / 2 * 8);
+  mbarrier_wait(barrier, 0);
+  hold(sum);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (kProduct == Product::rows)
+      wgmma_rows<bf16, 8>(sum, describe_rows(a_tile + 32 * k), describe_rows(b_tile + 32 * k), k > 0);
+    else if constexpr (kProduct == Product::columns)
+      wgmma_columns<bf16, 8>(sum, held[k], describe_columns(b_tile + 2048 * k, 0));
+    else
+      wgmma_columns<bf16, 8>(sum, describe_columns(a_tile + 2048 * k, 0), describe_columns(b_tile + 2048 * k, 0),
+                             k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(sum);
+  for (int n = 0; n < 8; ++n)
+    for (int i = 0; i < 4; ++i) c[(16 * warp + g + i / 2 * 8) * kSize + 8 * n + 2 * t + i % 2] = sum[n][i];
+}
+
+// A 16 x 16 tile through registers; whether any of 64 threads said so, at a barrier; and a bulk copy.
+__global__ void __launch_bounds__(64) move(const uint32_t* in, uint32_t* out, int* any, int who) {
+  __shared__ __align__(128) uint32_t tile[2][128], copied[128];
+  __shared__ uint64_t barrier_word;
+  const uint32_t barrier = shared_address(&barrier_word);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 2);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(barrier, sizeof(copied));
+    bulk_load(shared_address(copied), in, sizeof(copied), barrier);
+  }
+  if (threadIdx.x == 33) mbarrier_arrive(barrier);
+  const uint32_t* from = in + warp * 128;
+  const int g = lane / 4, t = lane % 4;
+  stmatrix_x4(shared_address(tile[warp]) + lane % 16 * 32 + lane / 16 * 16, from[g * 8 + t], from[(g + 8) * 8 + t],
+              from[g * 8 + 4 + t], from[(g + 8) * 8 + 4 + t]);
+  if (named_barrier_or<64>(1, int(threadIdx.x) == who) && lane == 0) any[warp] = 1;
+  named_barrier<64>(2);
+  mbarrier_wait(barrier, 0);
+  for (int i = lane; i < 128; i += 32) out[warp * 128 + i] = tile[warp][i] + (warp == 0 ? copied[i] - in[i] : 0);
+}
+
+int failures = 0;
+void expect(bool right, const char* what) {
+  std::printf("%s %s\n", right ? "ok  " : "FAIL", what);
+  failures += !right;
+}
+
+template <Product kProduct>
+void test_product(const char* name) {
+  mha::Tensor4 a = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
+  mha::Tensor4 b = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
+  auto* c = static_cast<float*>(tools::allocate(kSize * kSize * 4));
+  const std::array<int64_t, 4> size = {1, 1, kSize, kSize};
+  multiply<kProduct><<<1, 128, 2 * kTileBytes + 1024>>>(
+      tensor_map<bf16>(a, size, kSize), tensor_map<bf16>(b, size, kSize), static_cast<const bf16*>(a.data), c);
+  check(cudaDeviceSynchronize(), name);
+  auto at = [](const mha::Tensor4& t, int i, int j) { return naive::load(t.data, mha::DType::bf16, i * kSize + j); };
+  double worst = 0;
+  for (int i = 0; i < kSize; ++i)
+    for (int j = 0; j < kSize; ++j) {
+      double want = 0;
+      for (int k = 0; k < kSize; ++k)
+        want += kProduct == Product::both_columns
+                    ? at(a, k, i) * at(b, k, j)
+                    : at(a, i, k) * (kProduct == Product::rows ? at(b, j, k) : at(b, k, j));
+      worst = std::max(worst, std::fabs(want - c[i * kSize + j]));
+    }
+  expect(worst < 1e-4, name);
+}
+
+void test_move() {
+  auto *in = static_cast<uint32_t*>(tools::allocate(1024)), *out = static_cast<uint32_t*>(tools::allocate(1024));
+  auto* any = static_cast<int*>(tools::allocate(8));
+  for (int i = 0; i < 256; ++i) in[i] = 7 * i + 1;
+  for (int who : {-1, 40}) {
+    any[0] = any[1] = 0;
+    std::memset(out, 0xFF, 1024);
+    move<<<1, 64>>>(in, out, any, who);
+    check(cudaDeviceSynchronize(), "move");
+    expect(std::memcmp(in, out, 1024) == 0, "stmatrix, bulk copy, mbarrier with two arrivals");
+    expect(any[0] == (who >= 0) && any[1] == (who >= 0), "named barrier that asks");
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_product<Product::rows>("wgmma, rows along K");
+  test_product<Product::columns>("wgmma, A in registers, columns of B");
+  test_product<Product::both_columns>("wgmma, columns of both");
+  test_move();
+  return failures != 0;
+}
