@@ -120,7 +120,7 @@ def extensions():
         files = sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu")
         modules = {"_C_cuda": ([file for file in files if "_sm90_" not in file], sm80)}
         if len(others) < len(architectures):
-            modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cpp", "csrc/cuda/inst/*_sm90_*.cu"), sm90)
+            modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cu", "csrc/cuda/inst/*_sm90_*.cu"), sm90)
         for name, (files, flags) in modules.items():
             built.append(
                 CUDAExtension(

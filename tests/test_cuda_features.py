@@ -152,7 +152,8 @@ def test_packed_sequences(c, kind, relative, deterministic):
 @VARIANTS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_packed_sequences_with_dropout(dtype, deterministic):
-    """Sequence b draws what sample b of a batch does."""
+    """Sequence b draws what sample b of a batch does, and on one kernel gives the same bits."""
+    other_kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)  # takes batches alone
     c = cases.Case(2, 2, 1, 33, 70, 64, 64, dtype, "causal", layout="plain", dropout_p=0.3)
     c, x = prepared(c)
     x.dout = x.dout.contiguous()  # sums of aligned rows run in another order
@@ -163,12 +164,11 @@ def test_packed_sequences_with_dropout(dtype, deterministic):
     pack = lambda t: t.detach().transpose(0, 1).flatten(1, 2)[None]
     tensors = [pack(t) for t in (x.q, x.k, x.v)]
     (packed_out, packed_lse), packed = both(tensors, pack(x.dout), {**given, **starts}, deterministic)
-    assert torch.equal(packed_out, pack(out)) and torch.equal(packed_lse, pack(lse))
-    for i, (a, b) in enumerate(zip(packed[:3], grads)):
-        if deterministic or i > 0:
-            assert torch.equal(a, pack(b))
-        else:
+    for i, (a, b) in enumerate(zip((packed_out, packed_lse, *packed[:3]), (out, lse, *grads))):
+        if other_kernel or (i == 2 and not deterministic):
             torch.testing.assert_close(a, pack(b))
+        else:
+            assert torch.equal(a, pack(b))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -83,10 +83,11 @@ __device__ inline void produce(const AttentionBackwardLaunch& p, const Attention
     load_boxes<C::kKeys, C::kColumns>(base, &maps.k, barriers, first_key, hk, b);
     load_boxes<C::kKeys, C::kColumns>(base + C::kKeyBytes, &maps.v, barriers, first_key, hk, b);
   }
-  RowTileWalk<C::kQueries> walk;
+  RowTileWalk walk = {.tile = -1, .next = 0, .nonfinite = false, .seen = 0};
   for (RingPlace<C::kStages> at;; at.next()) {
-    const int tile =
-        walk.next(p.spans + first_block, group * sequence.row_blocks, first_key, first_key + C::kKeys, lane);
+    const int tile = walk.tile =
+        next_row_tile<C::kQueries>(walk, p.spans + first_block, group * sequence.row_blocks, first_key,
+                                   first_key + C::kKeys, lane, [](int) { return true; });
     if (lane == 0) {
       const uint32_t full = barriers + 8 * (1 + at.stage), empty = barriers + 8 * (1 + C::kStages + at.stage);
       mbarrier_wait(empty, at.parity ^ 1);

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <span>
 
-#include "attention_bwd_launch.h"
+#include "launch.h"
 
 namespace mha::cuda {
+
+struct AttentionBackwardLaunch;
 
 // One compiled kernel. General instances do everything; the others only what `plain` in attention_fwd.cu allows.
 template <class Launch>

@@ -6,8 +6,7 @@
 
 namespace {
 
-constexpr mha::cuda::KernelsSm90 kernels = {mha::cuda::k_attention_fwd_sm90,
-                                            std::size(mha::cuda::k_attention_fwd_sm90)};
+constexpr mha::cuda::KernelsSm90 kernels = {mha::cuda::k_attention_fwd_sm90, mha::cuda::k_attention_bwd_sm90};
 
 // For _C_cuda.use_sm90.
 PyObject* get_kernels(PyObject*, PyObject*) {
