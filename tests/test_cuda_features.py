@@ -166,7 +166,8 @@ def test_packed_sequences_with_dropout(dtype, deterministic):
     (packed_out, packed_lse), packed = both(tensors, pack(x.dout), {**given, **starts}, deterministic)
     for i, (a, b) in enumerate(zip((packed_out, packed_lse, *packed[:3]), (out, lse, *grads))):
         if other_kernel or (i == 2 and not deterministic):
-            torch.testing.assert_close(a, pack(b))
+            rounding = 2 * torch.finfo(a.dtype).eps * pack(b).abs().max().item()
+            torch.testing.assert_close(a, pack(b), atol=rounding, rtol=0)
         else:
             assert torch.equal(a, pack(b))
 
