@@ -36,8 +36,8 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What is done with sums before this stays before it, and what comes after, after: for the start of products and the wait
-// for them.
+// What is done with sums before this stays before it, and what comes after, after: for the start of products and the
+// wait for them.
 template <int kNt>
 __device__ inline void hold(float (&c)[kNt][4]) {
 #pragma unroll
