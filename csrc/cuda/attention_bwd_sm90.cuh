@@ -38,10 +38,11 @@ struct AttentionBackwardMaps {
 // c = A B^T, started: both have rows along kHead, in boxes of 64 columns kARows and kBRows high.
 template <class T, class C, int kARows, int kBRows, int kNt>
 __device__ inline void start_rows(float (&c)[kNt][4], uint32_t a, uint32_t b, bool add) {
+  const uint64_t rows_a = describe_rows(a), rows_b = describe_rows(b);
 #pragma unroll
   for (int d = 0; d < C::kHead / 16; ++d)
-    wgmma_rows<T, kNt>(c, describe_rows(a + d / 4 * kARows * 128 + d % 4 * 32),
-                       describe_rows(b + d / 4 * kBRows * 128 + d % 4 * 32), add || d > 0);
+    wgmma_rows<T, kNt>(c, further(rows_a, d / 4 * kARows * 128 + d % 4 * 32),
+                       further(rows_b, d / 4 * kBRows * 128 + d % 4 * 32), add || d > 0);
 }
 
 // Two tiles of an accumulator, as the functions on fragments take them.
@@ -224,13 +225,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       pack_operand<T>(weights[step], s[0], 2 * step);
       pack_operand<T>(gradients[step], ds[0], 2 * step);
     }
+    const uint64_t douts = describe_columns(dout_tile, C::kQueries * 128);
+    const uint64_t queries = describe_columns(q_tile, C::kQueries * 128);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kNt / 2; ++step)
-      wgmma_columns<T, C::kOt>(dv[0], weights[step], describe_columns(dout_tile + step * 2048, C::kQueries * 128));
+      wgmma_columns<T, C::kOt>(dv[0], weights[step], further(douts, step * 2048));
 #pragma unroll
     for (int step = 0; step < C::kNt / 2; ++step)
-      wgmma_columns<T, C::kOt>(dk[0], gradients[step], describe_columns(q_tile + step * 2048, C::kQueries * 128));
+      wgmma_columns<T, C::kOt>(dk[0], gradients[step], further(queries, step * 2048));
     wgmma_commit();
     // dS^T: a row for each key, 64 queries.
     const uint32_t gradient = base + C::kGradientAt + buffer * C::kGradientBytes;
@@ -245,11 +248,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     hold(dk[0]);
     hold(dv[0]);
     float dq[C::kDqNt][4];
+    const uint64_t gradients_a = describe_columns(gradient, 0);
+    const uint64_t keys_b = describe_columns(dq_columns<C>(dq_k, group - 1), C::kKeys * 128);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < C::kKeys / 16; ++j)
-      wgmma_columns<T, C::kDqNt>(dq, describe_columns(gradient + j * 2048, 0),
-                                 describe_columns(dq_columns<C>(dq_k, group - 1) + j * 2048, C::kKeys * 128), j > 0);
+      wgmma_columns<T, C::kDqNt>(dq, further(gradients_a, j * 2048), further(keys_b, j * 2048), j > 0);
     wgmma_commit();
     wgmma_wait<0>();
     hold(dq);

@@ -45,21 +45,22 @@ __device__ inline void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t 
 // S = Q K^T, started. q: the warpgroup's rows of a query tile of kBlockM.
 template <class T, class C>
 __device__ inline void start_scores(float (&s)[C::kNt][4], uint32_t q, uint32_t k) {
+  const uint64_t a = describe_rows(q), b = describe_rows(k);
   wgmma_fence();
 #pragma unroll
   for (int d = 0; d < C::kHead / 16; ++d)
-    wgmma_rows<T, C::kNt>(s, describe_rows(q + d / 4 * C::kBlockM * 128 + d % 4 * 32),
-                          describe_rows(k + d / 4 * C::kBlockN * 128 + d % 4 * 32), d > 0);
+    wgmma_rows<T, C::kNt>(s, further(a, d / 4 * C::kBlockM * 128 + d % 4 * 32),
+                          further(b, d / 4 * C::kBlockN * 128 + d % 4 * 32), d > 0);
   wgmma_commit();
 }
 
 // O += P V, started.
 template <class T, class C>
 __device__ inline void start_values(float (&o)[C::kOt][4], const uint32_t (&p)[C::kNt / 2][4], uint32_t v) {
+  const uint64_t b = describe_columns(v, C::kBlockN * 128);
   wgmma_fence();
 #pragma unroll
-  for (int j = 0; j < C::kNt / 2; ++j)
-    wgmma_columns<T, C::kOt>(o, p[j], describe_columns(v + j * 2048, C::kBlockN * 128));
+  for (int j = 0; j < C::kNt / 2; ++j) wgmma_columns<T, C::kOt>(o, p[j], further(b, j * 2048));
   wgmma_commit();
 }
 

@@ -27,6 +27,9 @@ __device__ inline uint64_t describe_columns(uint32_t address, uint32_t column_by
          uint64_t(1) << 62;
 }
 
+// What lies so many bytes (a multiple of 16) after what is described.
+__device__ inline uint64_t further(uint64_t description, int bytes) { return description + uint64_t(bytes / 16); }
+
 // Orders accesses to registers before the products that use them.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
