@@ -42,6 +42,7 @@ struct AttentionProblem {
   // problem of B = 1 (csrc/cpu/sequence.h).
   const int64_t* q_starts = nullptr;  // [B+1]; null: not packed
   const int64_t* k_starts = nullptr;  // [B+1]
+  int64_t packed_keys = 0;            // the T of k and v; that of q is rows_stride_h
   // Strides of lse, lse_rest and dlse, [B,H,Sq] with last stride 1; packed: [H,T].
   int64_t rows_stride_b = 0, rows_stride_h = 0;
 };

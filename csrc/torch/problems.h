@@ -178,7 +178,7 @@ inline void fill_sequences(AttentionProblem& p, AttentionInputs& in, const Seque
   p.k_starts = fill_starts(*s.k_starts, "k_starts", in.k, s.max_k, in.keep);
   check_shape(*s.k_starts, "k_starts", {s.q_starts->size(0)});
   p.B = s.q_starts->size(0) - 1;
-  p.rows_stride_b = 0;
+  p.rows_stride_b = 0, p.packed_keys = p.Sk;
   p.Sq = s.max_q, p.Sk = s.max_k;
   p.q.stride[0] = p.k.stride[0] = p.v.stride[0] = 0;
 }
