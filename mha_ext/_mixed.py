@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from . import _ops, masks, reference
+from . import _ops, _vmap, masks, reference
+from ._ops import Gradient
 
 
-def _fwd_setup(ctx, inputs, output):
+def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, pre_mix, post_mix, bias, *mask_tensors = inputs[:12]
     *mask_numbers, q_starts, k_starts, max_q, max_k, sinks = inputs[12:21]
     scale, softcap, dropout_p, rng_state, return_weights, deterministic = inputs[21:]
@@ -21,7 +24,9 @@ def _fwd_setup(ctx, inputs, output):
     ctx.return_weights, ctx.deterministic = return_weights, deterministic
 
 
-def _fwd_backward(ctx, dout, dlse, _, dweights):
+def _fwd_backward(
+    ctx: Any, dout: Gradient, dlse: Gradient, _: Gradient, dweights: Gradient
+) -> tuple[Any, ...]:
     q, k, v, lse, lse_rest, pre_mix, post_mix, *modifiers = ctx.saved_tensors
     *bias_and_mask, q_starts, k_starts, sinks, rng_state = modifiers
     nothing = (None,) * 27
@@ -40,7 +45,7 @@ def _fwd_backward(ctx, dout, dlse, _, dweights):
     return _ops._where_needed(gradients, ctx)
 
 
-def _bwd_setup(ctx, inputs, output):
+def _bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     dout, dlse, dweights, q, k, v, _, _, pre_mix, post_mix, bias, *mask_tensors = inputs[:17]
     *mask_numbers, q_starts, k_starts, max_q, max_k, sinks = inputs[17:26]
     scale, softcap, dropout_p, rng_state, need_dbias, _ = inputs[26:]
@@ -52,7 +57,9 @@ def _bwd_setup(ctx, inputs, output):
     ctx.need_dbias = need_dbias
 
 
-def _bwd_backward(ctx, ddq, ddk, ddv, ddbias, ddsinks, ddpre_mix, ddpost_mix):
+def _bwd_backward(
+    ctx: Any, ddq: Gradient, ddk: Gradient, ddv: Gradient, ddbias: Gradient, ddsinks: Gradient, ddpre_mix: Gradient, ddpost_mix: Gradient
+) -> tuple[Any, ...]:
     *inputs, mask, begin, end, query_ids, key_ids, blocks, q_starts, k_starts, rng_state = ctx.saved_tensors
     q, k, _, pre_mix, post_mix, _, sinks = inputs[3:]
     mask_numbers, (max_q, max_k), (scale, softcap, dropout_p) = ctx.numbers
@@ -84,12 +91,5 @@ def _bwd_backward(ctx, ddq, ddk, ddv, ddbias, ddsinks, ddpre_mix, ddpost_mix):
     return _ops._where_needed(by_input, ctx)
 
 
-def _vmap(call, names, info, in_dims, *args):
-    dropout_p = dict(zip(names, args))["dropout_p"]
-    if dropout_p > 0:
-        raise _ops._dropout_under_vmap(dropout_p)
-    return _ops._vmap_by_looping(call, info, in_dims, *args)
-
-
-attention_mixed_fwd = _ops._callable("attention_mixed_fwd", _fwd_setup, _fwd_backward, _vmap)
-attention_mixed_bwd = _ops._callable("attention_mixed_bwd", _bwd_setup, _bwd_backward, _vmap)
+attention_mixed_fwd = _ops._callable("attention_mixed_fwd", _fwd_setup, _fwd_backward, _vmap.by_looping)
+attention_mixed_bwd = _ops._callable("attention_mixed_bwd", _bwd_setup, _bwd_backward, _vmap.by_looping)

@@ -3,14 +3,17 @@ they save and compute is what those of attention in _ops.py do."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from . import _ops
+from . import _ops, _vmap
+from ._ops import Gradient
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments for packed sequences, which have nothing to do with this
 
 
-def _fwd_setup(ctx, inputs, output):
+def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     qkv, num_heads, bias, *mask_tensors = inputs[:9]
     mask_numbers, sinks = inputs[9:13], inputs[17]
     *numbers, rng_state, deterministic = inputs[18:]
@@ -20,7 +23,7 @@ def _fwd_setup(ctx, inputs, output):
     ctx.num_heads, ctx.numbers, ctx.deterministic = num_heads, (mask_numbers, numbers), deterministic
 
 
-def _fwd_backward(ctx, dout, dlse, _):
+def _fwd_backward(ctx: Any, dout: Gradient, dlse: Gradient, _: Gradient) -> tuple[Any, ...]:
     if dout is None and dlse is None:
         return (None,) * 23
     qkv, out, lse, lse_rest, bias, *mask_tensors, sinks, rng_state = ctx.saved_tensors
@@ -34,22 +37,15 @@ def _fwd_backward(ctx, dout, dlse, _):
     return _ops._where_needed(by_input, ctx)
 
 
-def _bwd_setup(ctx, inputs, output):
+def _bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _ops._attention_bwd_setup(ctx, inputs, output)
     ctx.num_heads = inputs[3].shape[1]
 
 
-def _bwd_backward(ctx, ddqkv, ddbias, ddsinks):
+def _bwd_backward(ctx: Any, ddqkv: Gradient, ddbias: Gradient, ddsinks: Gradient) -> tuple[Any, ...]:
     slices = (None,) * 3 if ddqkv is None else _ops.packed_slices(ddqkv, ctx.num_heads)
     return _ops._attention_bwd_backward(ctx, *slices, ddbias, ddsinks)
 
 
-def _vmap(call, names, info, in_dims, *args):
-    dropout_p = dict(zip(names, args))["dropout_p"]
-    if dropout_p > 0:
-        raise _ops._dropout_under_vmap(dropout_p)
-    return _ops._vmap_by_looping(call, info, in_dims, *args)
-
-
-attention_packed_fwd = _ops._callable("attention_packed_fwd", _fwd_setup, _fwd_backward, _vmap)
-attention_packed_bwd = _ops._callable("attention_packed_bwd", _bwd_setup, _bwd_backward, _vmap)
+attention_packed_fwd = _ops._callable("attention_packed_fwd", _fwd_setup, _fwd_backward, _vmap.by_looping)
+attention_packed_bwd = _ops._callable("attention_packed_bwd", _bwd_setup, _bwd_backward, _vmap.by_looping)

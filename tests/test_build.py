@@ -15,7 +15,7 @@ import torch
 import mha_ext
 
 ROOT = Path(__file__).parent.parent
-LIBRARY = Path(mha_ext._ops._C.__file__)
+LIBRARY = Path(mha_ext._library._C.__file__)
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 

@@ -1,0 +1,173 @@
+"""Loads the compiled module, which registers the ops, and gives them what torch asks for besides: fake kernels.
+
+Arguments and shapes are those of the schemas in csrc/torch/schemas.cpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._checks import accumulate_dtype
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"mha_ext's compiled part did not load ({error}); build it for the torch that is installed "
+        f"({torch.__version__}) with: pip install --no-build-isolation ."
+    ) from error
+
+build_info: dict[str, Any] = _C.build_info()
+cpu_isa, available_isas, attention_plan = _C.cpu_isa, _C.available_isas, _C.attention_plan
+# Why CUDA tensors are refused, or None.
+without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
+if build_info["cuda"] and torch.version.cuda is not None:
+    from . import _C_cuda  # registers the CUDA kernels
+
+    with contextlib.suppress(ImportError):  # not built where other architectures were asked for
+        from . import _C_cuda_sm90
+
+        _C_cuda.use_sm90(_C_cuda_sm90.kernels())
+
+library = torch.library.Library("mha_ext", "FRAGMENT")
+library.define(
+    "draw_rng_state(Tensor like) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+)
+# attention_fwd of q, k, v that are slices of one tensor [B,S,H+2*Hk,D]
+_modifiers = str(torch.ops.mha_ext.attention_fwd.default._schema).split("Tensor v, ")[1].split(", bool return_weights")[0]
+library.define(
+    f"attention_packed_fwd(Tensor qkv, int num_heads, {_modifiers}, bool deterministic) -> (Tensor out, Tensor lse, "
+    "Tensor lse_rest)"
+)
+
+attention_cached = torch.ops.mha_ext.attention_cached.default  # has no gradient
+dropout_mask = torch.ops.mha_ext.dropout_mask.default
+draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
+
+
+@torch.library.impl(library, "draw_rng_state", "CompositeExplicitAutograd")
+def _draw_rng_state(like: Tensor) -> Tensor:
+    """int64[2] (seed, offset) on like's device, from torch's default CPU generator: what torch.manual_seed seeds, what
+    checkpointing saves and restores, and what compiled code draws from too."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu").to(like.device)
+
+
+# --- Fake kernels: shapes, strides and types without data -------------------------------------------------------------
+
+
+def _in_order_of(x: Tensor, last: int) -> Tensor:
+    """[n0,n1,n2,last], dense, the first three dimensions in the order that they have in x's memory."""
+    sizes = [*x.shape[:3], last]
+    order = sorted(range(3), key=lambda d: -x.stride(d))
+    dense = x.new_empty([sizes[d] for d in order] + [last])
+    return dense.permute([*(order.index(d) for d in range(3)), 3])
+
+
+def _lse_of(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=accumulate_dtype(x.dtype))
+
+
+def _dbias_of(bias: Tensor | None, need_dbias: bool, like: Tensor) -> Tensor:
+    return bias.new_empty(bias.shape) if need_dbias else like.new_empty([0], dtype=accumulate_dtype(like.dtype))
+
+
+@torch.library.register_fake("mha_ext::attention_fwd", lib=library)
+def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, blocks, left, right, top_left, block_size, q_starts, k_starts,
+      max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic):  # fmt: skip
+    weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
+    return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
+
+
+@torch.library.register_fake("mha_ext::attention_cached", lib=library)
+def _(q, k, v, *args):
+    return _in_order_of(q, v.shape[3]), _lse_of(q)
+
+
+@torch.library.register_fake("mha_ext::attention_bwd", lib=library)
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, blocks, left, right,
+      top_left, block_size, q_starts, k_starts, max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, need_dbias,
+      deterministic):  # fmt: skip
+    gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
+    dsinks = q.new_empty([q.shape[1] if sinks is not None else 0], dtype=accumulate_dtype(q.dtype))
+    return *gradients, _dbias_of(bias, need_dbias, q), dsinks
+
+
+def packed_slices(qkv: Tensor, num_heads: int) -> list[Tensor]:
+    """q [B,H,S,D], k and v [B,Hk,S,D] of qkv [B,S,H+2*Hk,D], as views."""
+    num_kv_heads = (qkv.shape[2] - num_heads) // 2
+    return [x.transpose(1, 2) for x in qkv.split((num_heads, num_kv_heads, num_kv_heads), 2)]
+
+
+@torch.library.impl(library, "attention_packed_fwd", "CompositeExplicitAutograd")
+def _(qkv, num_heads, *modifiers):
+    op = torch.ops.mha_ext.attention_fwd.default
+    return op(*packed_slices(qkv, num_heads), *modifiers[:-1], False, modifiers[-1])[:3]
+
+
+@torch.library.register_fake("mha_ext::attention_packed_fwd", lib=library)
+def _(qkv, num_heads, *modifiers):
+    q = packed_slices(qkv, num_heads)[0]
+    return _in_order_of(q, q.shape[3]), _lse_of(q), _lse_of(q)
+
+
+@torch.library.register_fake("mha_ext::attention_packed_bwd", lib=library)
+def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, *args):
+    dsinks = lse.new_empty([q.shape[1] if args[14] is not None else 0])
+    dqkv = q.new_empty([q.shape[0], q.shape[2], q.shape[1] + 2 * k.shape[1], q.shape[3]])
+    return dqkv, _dbias_of(bias, args[-2], q), dsinks
+
+
+@torch.library.register_fake("mha_ext::attention_mixed_fwd", lib=library)
+def _(q, k, v, pre_mix, post_mix, *args):
+    weights = [*q.shape[:3], k.shape[2]] if args[-2] else [0]
+    return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
+
+
+@torch.library.register_fake("mha_ext::attention_mixed_bwd", lib=library)
+def _(dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, bias, *args):
+    sinks, need_dbias = args[14], args[-2]
+    gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
+    sums = ([q.shape[1]], sinks), ([q.shape[1]] * 2, pre_mix), ([q.shape[1]] * 2, post_mix)
+    dsinks, dpre_mix, dpost_mix = (q.new_empty(n if x is not None else [0], dtype=lse.dtype) for n, x in sums)
+    return *gradients, _dbias_of(bias, need_dbias, q), dsinks, dpre_mix, dpost_mix
+
+
+@torch.library.register_fake("mha_ext::masked_softmax_fwd", lib=library)
+def _(scores, *args):
+    return scores.new_empty(scores.shape), _lse_of(scores)
+
+
+@torch.library.register_fake("mha_ext::masked_softmax_bwd", lib=library)
+def _(dout, scores, lse, bias, *args):
+    return scores.new_empty(scores.shape), _dbias_of(bias, args[-1], scores)
+
+
+@torch.library.register_fake("mha_ext::split_heads", lib=library)
+def _(x, num_heads, bias=None):
+    return x.new_empty([x.shape[0], num_heads, x.shape[1], x.shape[2] // num_heads])
+
+
+@torch.library.register_fake("mha_ext::merge_heads", lib=library)
+def _(x, mix=None):
+    return x.new_empty([x.shape[0], x.shape[2], x.shape[1] * x.shape[3]])
+
+
+@torch.library.register_fake("mha_ext::dropout_mask", lib=library)
+def _(rng_state, p, B, H, Sq, Sk):
+    return rng_state.new_empty([B, H, Sq, Sk], dtype=torch.bool)
+
+
+@torch.library.register_fake("mha_ext::draw_rng_state", lib=library)
+def _(like):
+    return like.new_empty([2], dtype=torch.int64)
+
+
+@torch.library.register_vmap("mha_ext::draw_rng_state", lib=library)
+def _(info, in_dims, like):
+    raise ValueError(
+        "dropout was asked for under vmap; accepted there: dropout_p=0: apply dropout outside of vmap, or loop."
+    )

@@ -1,0 +1,76 @@
+"""How the ops are mapped by torch.vmap: the mapped dimension is folded into the batch, or they are called in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments' names, info, in_dims, *args) -> (outputs, dims)
+
+# Their first dimension may be 1 where the others' is B.
+_BROADCASTING = {"bias", "mask", "begin", "end", "query_ids", "key_ids", "blocks"}
+
+
+def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
+    """[n*B, ...] from a tensor whose mapped dimension is dim (None: not mapped) and whose first other one is B or 1."""
+    x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
+    return x.expand(n, B, *x.shape[2:]).reshape(n * B, *x.shape[2:])
+
+
+def _refuse_dropout(given: dict[str, Any]) -> None:
+    p = given.get("dropout_p", 0.0)
+    if p > 0:
+        raise ValueError(f"dropout_p is {p} under vmap; accepted there: 0: apply dropout outside of vmap, or loop.")
+
+
+def by_folding(
+    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[Any, Any]:
+    n, dims, given = info.batch_size, dict(zip(names, in_dims)), dict(zip(names, args))
+    _refuse_dropout(given)
+    if given.get("q_starts") is not None or given.get("sinks") is not None:  # the first dimension isn't all of the batch
+        return by_looping(call, names, info, in_dims, *args)
+    main = "q" if "q" in given else "scores"
+    B = given[main].movedim(dims[main], 0).shape[1] if dims[main] is not None else given[main].shape[0]
+    need_dbias = given.get("need_dbias", False)
+
+    def fold(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or name == "rng_state":
+            return x
+        shared = dims[name] is None and name in _BROADCASTING and x.shape[0] == 1
+        return x if shared and not (name == "bias" and need_dbias) else _fold(x, dims[name], n, B)
+
+    outputs = list(call(*(fold(name, x) for name, x in given.items())))
+    for i, x in enumerate(outputs):
+        if x.dim() > 1:  # not a placeholder
+            outputs[i] = x.unflatten(0, (n, B))
+    if need_dbias and B != 1 and given["bias"].shape[1 if dims["bias"] == 0 else 0] == 1:
+        dbias = 3 if main == "q" else 1
+        outputs[dbias] = outputs[dbias].sum(1, keepdim=True)
+    return tuple(outputs), tuple(0 if x.dim() > 1 else None for x in outputs)
+
+
+def by_looping(
+    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[Any, Any]:
+    _refuse_dropout(dict(zip(names, args)))
+    results = [
+        call(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims))) for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+
+def heads(
+    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], x: Tensor, *args: Any
+) -> tuple[Any, Any]:
+    if in_dims[0] is not None and not any(d is not None for d in in_dims[1:]):
+        x = x.movedim(in_dims[0], 0)
+        return call(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
+    return by_looping(call, names, info, in_dims, x, *args)
+
+

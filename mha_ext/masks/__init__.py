@@ -1,0 +1,48 @@
+"""Masks: what each query may see. True means "attend" everywhere in this module.
+
+Shapes: B batch, H query heads, Sq query length, Sk key length. With the offset o = Sk - Sq, query i stands at key
+position i + o ("bottom-right"), as when the queries are the last ones of a sequence. Masks combine with ``&``: a key is
+visible only if every part shows it. All but Dense and the block masks cost O(S) memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import NO_MASK, And, Mask, MaskArgs, visible_of
+from .blocks import BlockSparse, Dilated, Strided
+from .positions import Causal, Dense, Documents, Intervals, LeftPadding, Padding, Prefix, Window
+
+__all__ = [
+    "NO_MASK",
+    "And",
+    "BlockSparse",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Documents",
+    "Intervals",
+    "LeftPadding",
+    "Mask",
+    "MaskArgs",
+    "Padding",
+    "Prefix",
+    "Strided",
+    "Window",
+    "lower",
+    "visible_of",
+]
+
+
+def lower(
+    mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+) -> MaskArgs:  # fmt: skip
+    """The ops' arguments for what users pass as ``mask=``: a mask object, a bool tensor, or None."""
+    if mask is None:
+        return NO_MASK
+    if isinstance(mask, Mask):
+        return mask.lower(B, H, Sq, Sk, device, lengths)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
+    return Dense(mask).lower(B, H, Sq, Sk, device, lengths)

@@ -1,0 +1,159 @@
+"""Masks of square blocks of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .base import Mask, MaskArgs, blocks_to_dense, offset_of, rows_and_keys
+
+
+class _Blocks(Mask):
+    """A mask of square blocks of block_size queries and keys, counted from the first query and the first key."""
+
+    block_size: int
+
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]"""
+        raise NotImplementedError
+
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
+        return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device, lengths), block_size=self.block_size)
+
+    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
+        return blocks_to_dense(self._blocks(B, H, Sq, Sk, None), self.block_size, Sq, Sk)
+
+
+class BlockSparse(_Blocks):
+    """Key j is visible to query i if blocks[..., i // block_size, j // block_size]; hidden blocks cost no work.
+
+    blocks: bool, True = attend, with n = ceil(S / block_size) blocks along each length: [nq,nk], or 4-d broadcastable
+    to [B,H,nq,nk]. block_size: a positive int; multiples of 64 (CPU) or 128 (CUDA) need no test inside of tiles.
+    """
+
+    def __init__(self, blocks: Tensor, block_size: int):
+        _checks.bool_mask(blocks, "blocks")
+        self.blocks, self.block_size = blocks, _positive("block_size", block_size)
+
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if device is not None:
+            _checks.same_device(self.blocks, "BlockSparse", device)
+        rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
+        shape = self.blocks.shape
+        if shape[-2:] == (rows, columns) and len(shape) == 2:
+            return self.blocks[None, None]
+        if len(shape) == 4 and shape[0] in (1, B) and shape[1] in (1, H) and shape[2:] == (rows, columns):
+            return self.blocks
+        raise ValueError(
+            f"BlockSparse was given blocks of shape {_checks.text(shape)} of size {self.block_size} for {Sq} queries "
+            f"and {Sk} keys; it accepts [{rows},{columns}], or four dimensions that broadcast to "
+            f"[B,H,{rows},{columns}] with B = {B}, H = {H}."
+        )
+
+    def __repr__(self) -> str:
+        return f"BlockSparse({_checks.text(self.blocks.shape)}, {self.block_size})"
+
+
+class _BlockPattern(_Blocks):
+    """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks (on a GPU and in compiled
+    code, that of packed sequences is trusted to be one, and rounded down otherwise)."""
+
+    def _positions(self, Sq: int, Sk: int, device: torch.device | None, lengths: tuple[Tensor, Tensor] | None) -> Any:
+        offset = offset_of(Sq, Sk, lengths)
+        if lengths is None:
+            wrong: Any = (Sq, Sk) if offset % self.block_size else None
+        else:
+            odd: Any = (offset[:, 0] % self.block_size).nonzero() if _checks.values_known(offset) else ()
+            wrong = [int(n[odd[0, 0]]) for n in lengths] if len(odd) else None
+            offset = offset[:, :, None]
+        if wrong is not None:
+            raise ValueError(
+                f"{self!r} was given {wrong[0]} queries and {wrong[1]} keys; it accepts lengths that differ by a multiple "
+                f"of {self.block_size}: pad, or build a masks.BlockSparse."
+            )
+        i, j = rows_and_keys(-(-Sq // self.block_size), -(-Sk // self.block_size), device)
+        return i + offset // self.block_size, j
+
+
+def _as_blocks(visible: Tensor) -> Tensor:
+    """[nq,nk] or [B,nq,nk], the same for all heads, as four dimensions."""
+    return visible.view(-1, 1, *visible.shape[-2:])
+
+
+class Strided(_BlockPattern):
+    """The block form of strided sparse attention (Child et al., "Generating long sequences with sparse Transformers",
+    2019): a block of queries sees the ``local`` blocks up to its own, and of all blocks each ``stride``-th one (those
+    numbered stride - 1, 2 stride - 1, ...). Combine with Causal() for language modelling."""
+
+    def __init__(self, stride: int, local: int = 1, block_size: int = 64):
+        self.stride, self.local = _positive("stride", stride), _positive("local", local)
+        self.block_size = _positive("block_size", block_size)
+
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        i, j = self._positions(Sq, Sk, device, lengths)
+        return _as_blocks(((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))
+
+    def __repr__(self) -> str:
+        return f"Strided({self.stride}, {self.local}, {self.block_size})"
+
+
+class Dilated(_BlockPattern):
+    """The block form of a dilated window (Beltagy et al., "Longformer", 2020): a block of queries sees the blocks at
+    distances 0, dilation, ..., window * dilation on both sides."""
+
+    def __init__(self, window: int, dilation: int, block_size: int = 64):
+        if not isinstance(window, int) or window < 0:
+            raise ValueError(f"window is {window!r}; accepted: an int >= 0.")
+        self.window, self.dilation = window, _positive("dilation", dilation)
+        self.block_size = _positive("block_size", block_size)
+
+    def _blocks(
+        self,
+        B: int,
+        H: int,
+        Sq: int,
+        Sk: int,
+        device: torch.device | None,
+        lengths: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        i, j = self._positions(Sq, Sk, device, lengths)
+        distance = (i - j).abs()
+        return _as_blocks((distance <= self.window * self.dilation) & (distance % self.dilation == 0))
+
+    def __repr__(self) -> str:
+        return f"Dilated({self.window}, {self.dilation}, {self.block_size})"
+
+
+def _positive(name: str, x: int) -> int:
+    if not isinstance(x, int) or x < 1:
+        raise ValueError(f"{name} is {x!r}; accepted: a positive int.")
+    return x
