@@ -22,6 +22,17 @@ void for_each_task(const Threads& threads, int64_t tasks, F f) {
     body(&shared, 0);
 }
 
+// Calls f(thread) once for each thread in [0, count), count at most threads.count; a number means the same thread in
+// each call as far as the pool keeps to that.
+template <class F>
+void for_each_thread(const Threads& threads, int count, F f) {
+  auto body = [](void* context, int thread) { (*static_cast<F*>(context))(thread); };
+  if (count > 1)
+    threads.run(count, body, &f);
+  else if (count == 1)
+    body(&f, 0);
+}
+
 // Uninitialised memory on a 64-byte boundary.
 template <class T>
 class Scratch {

@@ -75,7 +75,10 @@ inline const uint8_t* visible_bytes(const Mask& m, int64_t b, int64_t h, int64_t
   }
   if (m.dense) {
     const uint8_t* dense = m.dense + b * m.dense_stride_b + h * m.dense_stride_h + i * m.dense_stride_q;
-    for (int64_t j = 0; j < n; ++j) bytes[j] = dense[(keys.begin + j) * m.dense_stride_k] != 0;
+    if (m.dense_stride_k == 1)
+      std::memcpy(bytes, dense + keys.begin, size_t(n));
+    else
+      for (int64_t j = 0; j < n; ++j) bytes[j] = dense[(keys.begin + j) * m.dense_stride_k] != 0;
   }
   if (m.query_ids) {
     const int64_t id = m.query_ids[b * m.query_ids_stride_b + i];
