@@ -49,6 +49,18 @@ dropout_mask = torch.ops.mha_ext.dropout_mask.default
 draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
 
 
+def attention_kernels(deterministic: bool, *arguments: Any) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
+    """What attention_fwd(*arguments) on a GPU would run, without running it, and backward after it: for each the kernel's
+    name and why it is none of those for compute capability 9.0, or None."""
+    _C_cuda.note_kernels(deterministic)
+    try:
+        with torch.no_grad():
+            torch.ops.mha_ext.attention_fwd(*arguments)
+    finally:
+        kernels: tuple[tuple[str, str | None], tuple[str, str | None]] = _C_cuda.noted_kernels()
+    return kernels
+
+
 @torch.library.impl(library, "draw_rng_state", "CompositeExplicitAutograd")
 def _draw_rng_state(like: Tensor) -> Tensor:
     """int64[2] (seed, offset) on like's device, from torch's default CPU generator: what torch.manual_seed seeds, what

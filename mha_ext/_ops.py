@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from . import _vmap, masks, reference
 from ._checks import accumulate_dtype
 from ._library import attention_cached as attention_cached
+from ._library import attention_kernels as attention_kernels
 from ._library import attention_plan as attention_plan
 from ._library import available_isas as available_isas
 from ._library import build_info as build_info

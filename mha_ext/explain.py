@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _checks, _ops, biases, masks
 from ._checks import accumulate_dtype, name_of, text
-from .functional import attention_arguments
+from .functional import NOT_PACKED, attention_arguments
 
 _ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 
@@ -119,6 +119,15 @@ def explain(
         numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
         for name in ("tasks", "workspace"):
             numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
+    elif q.device.type == "cuda" and mixes is None:
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropout_p != 0.0 else None
+        chosen = _ops.attention_kernels(
+            deterministic, q, k, v, added, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, state, False, False
+        )
+        kernel = " and ".join(name for name, _ in chosen)
+        refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
     if mixes is not None:
         refusals["attention_fwd"] = (
             "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"

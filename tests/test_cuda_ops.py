@@ -267,3 +267,24 @@ def test_what_the_cpu_refuses_is_refused_with_the_same_sentence():
                 call(move(q), move(k))
             said.append(str(error.value))
         assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "columns,dtype,given,forward,backward,why",
+    [
+        (64, torch.bfloat16, {}, "sm90_bf16_64_plain", "sm90_bf16_64_plain", None),
+        (64, torch.float16, {"softcap": 2.0}, "sm90_f16_64_general", "sm90_f16_64_general", None),
+        (60, torch.bfloat16, {}, "sm80_bf16_64_general", "sm80_bf16_64_general", "TMA cannot read"),
+        (300, torch.bfloat16, {}, "simple", "simple", "head sizes up to 256"),
+        (64, torch.float32, {"dropout_p": 0.5}, "simple", "simple", "float16 and bfloat16"),
+    ],
+)
+def test_explain_names_the_kernels_and_says_why_there_is_none_for_9_0(columns, dtype, given, forward, backward, why):
+    q, k, v = (torch.zeros(1, 2, 70, columns, dtype=dtype).cuda() for _ in range(3))
+    plan = mha_ext.explain(q, k, v, **given)
+    if torch.cuda.get_device_capability()[0] != 9:
+        forward, backward, why = forward.replace("sm90", "sm80"), backward.replace("sm90", "sm80"), "compute capability"
+    assert plan.kernel == f"attention_fwd_{forward} and attention_bwd_{backward}"
+    assert set(plan.refusals) == ({"*_sm90 forward", "*_sm90 backward"} if why else set())
+    assert all(why in reason for reason in plan.refusals.values()) and plan.kernel in str(plan)
+    mha_ext.attention(q, k, v, **given)  # nothing is left of what explain did

@@ -6,7 +6,6 @@
 #include "attention_bwd_simple.cuh"
 #include "attention_bwd_sm80.cuh"
 #include "inst/instances.h"
-#include "tensor_map.h"
 
 namespace mha::cuda {
 namespace {
@@ -20,6 +19,7 @@ struct Plan {
   const Kernel* dbias = nullptr;  // null: attention_bwd_dbias_simple
   AttentionBackwardLaunch launch;
   std::size_t rows_bytes = 0, spans_bytes = 0, sinks_bytes = 0, dq_sum_bytes = 0, tiles_bytes = 0;
+  const char* not_sm90 = nullptr;
 };
 
 // What an instance that is not general leaves out.
@@ -44,15 +44,6 @@ bool fits(int head) {
   return needed + 256 <= bytes;  // beside the static part
 }
 
-// The kernel for compute capability 9.0, where it can run: q, k, v and dout must be what TMA reads.
-const Kernel* find_sm90(const AttentionBackwardLaunch& p) {
-  const KernelsSm90* sm90 = kernels_sm90(p);
-  if (!sm90 || !tma_reads(p.q, {p.B, p.H, p.Sq, p.D}) || !tma_reads(p.k, {p.B, p.Hk, p.Sk, p.D}) ||
-      !tma_reads(p.v, {p.B, p.Hk, p.Sk, p.Dv}) || !tma_reads(p.dout, {p.B, p.H, p.Sq, p.Dv}))
-    return nullptr;
-  return find(sm90->attention_bwd, p);
-}
-
 Plan plan(const AttentionBackward& p) {
   Plan plan;
   AttentionBackwardLaunch& launch = plan.launch;
@@ -66,7 +57,9 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dv = aligned_16(p.dv, size);
   launch.row_blocks = int(row_blocks_of(p.Sq));
   plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
-  if (!p.deterministic) plan.main = find_sm90(launch);
+  plan.not_sm90 = p.deterministic ? "they add up in any order" : refusal_sm90(p, &p.dout);
+  if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_bwd, launch);
+  if (!plan.not_sm90 && !plan.main) plan.not_sm90 = kNoInstanceSm90;
   if (!p.deterministic && !plan.main) {
     plan.main = find(k_attention_bwd_sm80, launch);
     if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
@@ -120,9 +113,9 @@ std::size_t attention_bwd_workspace(const AttentionBackward& p) {
   return plan.rows_bytes + plan.spans_bytes + plan.sinks_bytes + plan.dq_sum_bytes + plan.tiles_bytes;
 }
 
-const char* attention_bwd_kernel(const AttentionBackward& p) {
+KernelChoice attention_bwd_kernel(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.main ? plan.main->name : plan.dkv ? plan.dkv->name : "attention_bwd_simple";
+  return {plan.main ? plan.main->name : plan.dkv ? plan.dkv->name : "attention_bwd_simple", plan.not_sm90};
 }
 
 void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream) {

@@ -7,7 +7,6 @@
 
 #include "attention_combine.cuh"
 #include "inst/instances.h"
-#include "tensor_map.h"
 
 namespace mha::cuda {
 namespace {
@@ -17,6 +16,7 @@ struct Plan {
   const Instance<AttentionForwardLaunch>* weights = nullptr;
   AttentionForwardLaunch launch;
   std::size_t tiles_bytes = 0;
+  const char* not_sm90 = nullptr;
 };
 
 // What an instance that is not general leaves out.
@@ -40,15 +40,6 @@ int multiprocessors() {
   return count;
 }
 
-// The instance for compute capability 9.0, where it can run: q, k and v must be what TMA reads.
-const Instance<AttentionForwardLaunch>* find_sm90(const AttentionForwardLaunch& p, bool plain) {
-  const KernelsSm90* sm90 = kernels_sm90(p);
-  if (!sm90 || !tma_reads(p.q, {p.B, p.H, p.Sq, p.D}) || !tma_reads(p.k, {p.B, p.Hk, p.Sk, p.D}) ||
-      !tma_reads(p.v, {p.B, p.Hk, p.Sk, p.Dv}))
-    return nullptr;
-  return find(sm90->attention_fwd, p, plain);
-}
-
 // In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill
 // it, each with at least 256 keys.
 int key_splits(const AttentionForward& p, int block_rows) {
@@ -67,9 +58,14 @@ Plan plan(const AttentionForward& p) {
   plan.launch.aligned_v = aligned_16(p.v, size);
   plan.launch.aligned_out = aligned_16(p.out, size);
   plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
-  if (p.store.table || p.store.quantised) return plan;  // attention_fwd_simple takes them
+  if (p.store.table || p.store.quantised) {  // attention_fwd_simple takes them
+    plan.not_sm90 = "they don't take caches with pages or of 8 bits";
+    return plan;
+  }
   const bool plain = cuda::plain(plan.launch);
-  plan.main = find_sm90(plan.launch, plain);
+  plan.not_sm90 = refusal_sm90(p);
+  if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_fwd, plan.launch, plain);
+  if (!plan.not_sm90 && !plan.main) plan.not_sm90 = kNoInstanceSm90;
   if (!plan.main) plan.main = find(k_attention_fwd_sm80, plan.launch, plain);
   if (!plan.main) return plan;
   plan.weights = find(k_attention_weights_sm80, plan.launch, false);
@@ -95,9 +91,9 @@ std::size_t attention_fwd_workspace(const AttentionForward& p) {
   return partial * sizeof(float) + plan.tiles_bytes;
 }
 
-const char* attention_fwd_kernel(const AttentionForward& p) {
+KernelChoice attention_fwd_kernel(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.main ? plan.main->name : "attention_fwd_simple";
+  return {plan.main ? plan.main->name : "attention_fwd_simple", plan.not_sm90};
 }
 
 void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream) {

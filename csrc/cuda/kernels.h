@@ -35,18 +35,25 @@ struct KernelsSm90 {
   std::span<const Instance<AttentionBackwardLaunch>> attention_bwd;
 };
 void use_sm90(const KernelsSm90* kernels);
-// Null unless the current device takes them, and never for packed sequences, which TMA's maps don't know.
-const KernelsSm90* kernels_sm90(const AttentionProblem& p);
+// Why none of them takes a problem on the current device, in words for explain, or null; kernels_sm90() may be used
+// where it is null. dout: of backward.
+const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout = nullptr);
+const KernelsSm90& kernels_sm90();
+inline constexpr const char* kNoInstanceSm90 = "no instance does this head size together with all that the call uses";
+
+// What explain says of a kernel: its name in the table, and why it is none for 9.0 (null if it is). Both are static.
+struct KernelChoice {
+  const char *name, *not_sm90;
+};
 
 // The kernel for everything that no instance takes.
 void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream);
 
-// The kernel that attention_fwd runs (its name in the table, static), for explain.
-const char* attention_fwd_kernel(const AttentionForward& p);
+KernelChoice attention_fwd_kernel(const AttentionForward& p);
 
 std::size_t attention_bwd_workspace(const AttentionBackward& p);
 void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream);
-const char* attention_bwd_kernel(const AttentionBackward& p);
+KernelChoice attention_bwd_kernel(const AttentionBackward& p);
 
 // Talking heads, on ordinary cores (attention_mixed_simple.cuh).
 std::size_t attention_mixed_fwd_workspace(const AttentionMixedForward& p);

@@ -1,6 +1,7 @@
-// Where the kernels for compute capability 9.0 are found.
+// Where the kernels for compute capability 9.0 are found, and what they take.
 #include "error.h"
 #include "kernels.h"
+#include "tensor_map.h"
 
 namespace mha::cuda {
 namespace {
@@ -11,12 +12,22 @@ const KernelsSm90* kernels = nullptr;
 
 void use_sm90(const KernelsSm90* given) { kernels = given; }
 
-const KernelsSm90* kernels_sm90(const AttentionProblem& p) {
-  if (!kernels || p.q_starts) return nullptr;
+const KernelsSm90& kernels_sm90() { return *kernels; }
+
+const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout) {
+  if (!kernels) return "this build has none (TORCH_CUDA_ARCH_LIST was set without 9.0a)";
   int device = 0, major = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  return major == 9 ? kernels : nullptr;
+  if (major != 9) return "the GPU has another compute capability";
+  if (p.dtype != DType::f16 && p.dtype != DType::bf16) return "they take float16 and bfloat16";
+  if (std::max(p.D, p.Dv) > 256) return "they take head sizes up to 256";
+  if (p.q_starts) return "they don't take packed sequences";
+  if (p.B * p.H * p.Sq * p.Sk * p.D * p.Dv == 0) return "a size is 0";
+  const bool reads = tma_reads(p.q, {p.B, p.H, p.Sq, p.D}) && tma_reads(p.k, {p.B, p.Hk, p.Sk, p.D}) &&
+                     tma_reads(p.v, {p.B, p.Hk, p.Sk, p.Dv}) && (!dout || tma_reads(*dout, {p.B, p.H, p.Sq, p.Dv}));
+  return reads ? nullptr
+               : "TMA cannot read q, k, v or dout: they must start at, and have strides of, multiples of 16 bytes";
 }
 
 }  // namespace mha::cuda

@@ -42,9 +42,27 @@ void refuse_mixed(const AttentionProblem& p) {
             "to one length.");
 }
 
+// For explain: between note_kernels and noted_kernels this thread's calls of attention_fwd only note what they, and
+// backward after them, would run.
+struct Noted {
+  bool on = false, deterministic = false;
+  cuda::KernelChoice fwd = {}, bwd = {};
+};
+thread_local Noted noted;
+
+void note(const AttentionForward& p) {
+  noted.fwd = cuda::attention_fwd_kernel(p);
+  AttentionBackward backward;
+  static_cast<AttentionProblem&>(backward) = p;
+  backward.out = backward.dout = p.out, backward.dq = p.q, backward.dk = p.k, backward.dv = p.v;
+  backward.deterministic = noted.deterministic;
+  noted.bwd = cuda::attention_bwd_kernel(backward);
+}
+
 struct Cuda {
   static void attention_fwd(const AttentionForward& p, const Tensor& like) {
     OnDevice on(like);
+    if (noted.on) return note(p);
     Tensor space = workspace(cuda::attention_fwd_workspace(p), like);
     cuda::attention_fwd(p, space.data_ptr(), on.stream());
   }
@@ -96,8 +114,24 @@ static PyObject* use_sm90(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
+// note_kernels(deterministic)
+static PyObject* note_kernels(PyObject*, PyObject* deterministic) {
+  mha::torch_layer::noted = {.on = true, .deterministic = PyObject_IsTrue(deterministic) == 1};
+  Py_RETURN_NONE;
+}
+
+// ((forward's kernel, why it is none for 9.0 or None), (backward's, ..)); a name is None where nothing ran.
+static PyObject* noted_kernels(PyObject*, PyObject*) {
+  const auto [on, deterministic, fwd, bwd] = mha::torch_layer::noted;
+  mha::torch_layer::noted = {};
+  return Py_BuildValue("((zz)(zz))", fwd.name, fwd.not_sm90, bwd.name, bwd.not_sm90);
+}
+
 PyMODINIT_FUNC PyInit__C_cuda() {
-  static PyMethodDef methods[] = {{"use_sm90", use_sm90, METH_O, nullptr}, {}};
+  static PyMethodDef methods[] = {{"use_sm90", use_sm90, METH_O, nullptr},
+                                  {"note_kernels", note_kernels, METH_O, nullptr},
+                                  {"noted_kernels", noted_kernels, METH_NOARGS, nullptr},
+                                  {}};
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);

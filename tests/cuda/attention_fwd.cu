@@ -146,7 +146,7 @@ bool run(const Case& c) {
       c.has('W') ? compare(p.weights, wide.weights, c.dtype, c.dtype, c.B, c.H, c.Sq, c.Sk, 3 * unit(c.dtype)) : 0;
   bool ok = out <= 1 && lse_error <= 1 && weights <= 1;
   std::printf("%-4s %-24s %-36s out %.2g lse %.2g weights %.2g (of what is allowed)\n", ok ? "ok" : "FAIL", c.name,
-              mha::cuda::attention_fwd_kernel(p), out, lse_error, weights);
+              mha::cuda::attention_fwd_kernel(p).name, out, lse_error, weights);
   std::fflush(stdout);
   return ok;
 }
