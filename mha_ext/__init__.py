@@ -13,11 +13,11 @@ from .functional import (
     dropout_mask,
     masked_softmax,
     merge_heads,
-    scaled_dot_product_attention,
     split_heads,
 )
 from .merge import merge_partials
 from .packed import attention_qkvpacked
+from .sdpa import scaled_dot_product_attention
 from .swap import SwapReport, swap_attention
 from .varlen import attention_varlen
 

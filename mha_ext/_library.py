@@ -31,7 +31,7 @@ if build_info["cuda"] and torch.version.cuda is not None:
     with contextlib.suppress(ImportError):  # not built where other architectures were asked for
         from . import _C_cuda_sm90
 
-        _C_cuda.use_sm90(_C_cuda_sm90.kernels())
+        _C_cuda.use_sm90(_C_cuda_sm90.kernels())  # type: ignore[attr-defined]
 
 library = torch.library.Library("mha_ext", "FRAGMENT")
 library.define(
@@ -74,7 +74,7 @@ def _draw_rng_state(like: Tensor) -> Tensor:
 def _in_order_of(x: Tensor, last: int) -> Tensor:
     """[n0,n1,n2,last], dense, the first three dimensions in the order that they have in x's memory."""
     sizes = [*x.shape[:3], last]
-    order = sorted(range(3), key=lambda d: -x.stride(d))
+    order = sorted(range(3), key=x.stride, reverse=True)
     dense = x.new_empty([sizes[d] for d in order] + [last])
     return dense.permute([*(order.index(d) for d in range(3)), 3])
 
@@ -84,25 +84,26 @@ def _lse_of(x: Tensor) -> Tensor:
 
 
 def _dbias_of(bias: Tensor | None, need_dbias: bool, like: Tensor) -> Tensor:
-    return bias.new_empty(bias.shape) if need_dbias else like.new_empty([0], dtype=accumulate_dtype(like.dtype))
+    return bias.new_empty(bias.shape) if need_dbias and bias is not None else like.new_empty([0], dtype=accumulate_dtype(like.dtype))
 
 
 @torch.library.register_fake("mha_ext::attention_fwd", lib=library)
-def _(q, k, v, bias, mask, begin, end, query_ids, key_ids, blocks, left, right, top_left, block_size, q_starts, k_starts,
-      max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic):  # fmt: skip
-    weights = [*q.shape[:3], k.shape[2]] if return_weights else [0]
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    weights = [*q.shape[:3], k.shape[2]] if args[-2] else [0]
     return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
 
 
 @torch.library.register_fake("mha_ext::attention_cached", lib=library)
-def _(q, k, v, *args):
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return _in_order_of(q, v.shape[3]), _lse_of(q)
 
 
 @torch.library.register_fake("mha_ext::attention_bwd", lib=library)
-def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, mask, begin, end, query_ids, key_ids, blocks, left, right,
-      top_left, block_size, q_starts, k_starts, max_q, max_k, sinks, scale, softcap, dropout_p, rng_state, need_dbias,
-      deterministic):  # fmt: skip
+def _(
+    dout: Tensor, dlse: Tensor | None, dweights: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    lse_rest: Tensor, bias: Tensor | None, *args: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sinks, need_dbias = args[14], args[-2]
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
     dsinks = q.new_empty([q.shape[1] if sinks is not None else 0], dtype=accumulate_dtype(q.dtype))
     return *gradients, _dbias_of(bias, need_dbias, q), dsinks
@@ -115,32 +116,40 @@ def packed_slices(qkv: Tensor, num_heads: int) -> list[Tensor]:
 
 
 @torch.library.impl(library, "attention_packed_fwd", "CompositeExplicitAutograd")
-def _(qkv, num_heads, *modifiers):
+def _(qkv: Tensor, num_heads: int, *modifiers: Any) -> tuple[Tensor, ...]:
     op = torch.ops.mha_ext.attention_fwd.default
     return op(*packed_slices(qkv, num_heads), *modifiers[:-1], False, modifiers[-1])[:3]
 
 
 @torch.library.register_fake("mha_ext::attention_packed_fwd", lib=library)
-def _(qkv, num_heads, *modifiers):
+def _(qkv: Tensor, num_heads: int, *modifiers: Any) -> tuple[Tensor, ...]:
     q = packed_slices(qkv, num_heads)[0]
     return _in_order_of(q, q.shape[3]), _lse_of(q), _lse_of(q)
 
 
 @torch.library.register_fake("mha_ext::attention_packed_bwd", lib=library)
-def _(dout, dlse, dweights, q, k, v, out, lse, lse_rest, bias, *args):
+def _(
+    dout: Tensor, dlse: Tensor | None, dweights: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    lse_rest: Tensor, bias: Tensor | None, *args: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     dsinks = lse.new_empty([q.shape[1] if args[14] is not None else 0])
     dqkv = q.new_empty([q.shape[0], q.shape[2], q.shape[1] + 2 * k.shape[1], q.shape[3]])
     return dqkv, _dbias_of(bias, args[-2], q), dsinks
 
 
 @torch.library.register_fake("mha_ext::attention_mixed_fwd", lib=library)
-def _(q, k, v, pre_mix, post_mix, *args):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, pre_mix: Tensor | None, post_mix: Tensor | None, *args: Any
+) -> tuple[Tensor, ...]:
     weights = [*q.shape[:3], k.shape[2]] if args[-2] else [0]
     return _in_order_of(q, v.shape[3]), _lse_of(q), _lse_of(q), q.new_empty(weights)
 
 
 @torch.library.register_fake("mha_ext::attention_mixed_bwd", lib=library)
-def _(dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, bias, *args):
+def _(
+    dout: Tensor, dlse: Tensor | None, dweights: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, lse_rest: Tensor,
+    pre_mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, *args: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     sinks, need_dbias = args[14], args[-2]
     gradients = _in_order_of(q, q.shape[3]), _in_order_of(k, k.shape[3]), _in_order_of(v, v.shape[3])
     sums = ([q.shape[1]], sinks), ([q.shape[1]] * 2, pre_mix), ([q.shape[1]] * 2, post_mix)
@@ -149,37 +158,37 @@ def _(dout, dlse, dweights, q, k, v, lse, lse_rest, pre_mix, post_mix, bias, *ar
 
 
 @torch.library.register_fake("mha_ext::masked_softmax_fwd", lib=library)
-def _(scores, *args):
+def _(scores: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape), _lse_of(scores)
 
 
 @torch.library.register_fake("mha_ext::masked_softmax_bwd", lib=library)
-def _(dout, scores, lse, bias, *args):
+def _(dout: Tensor, scores: Tensor, lse: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape), _dbias_of(bias, args[-1], scores)
 
 
 @torch.library.register_fake("mha_ext::split_heads", lib=library)
-def _(x, num_heads, bias=None):
+def _(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor:
     return x.new_empty([x.shape[0], num_heads, x.shape[1], x.shape[2] // num_heads])
 
 
 @torch.library.register_fake("mha_ext::merge_heads", lib=library)
-def _(x, mix=None):
+def _(x: Tensor, mix: Tensor | None = None) -> Tensor:
     return x.new_empty([x.shape[0], x.shape[2], x.shape[1] * x.shape[3]])
 
 
 @torch.library.register_fake("mha_ext::dropout_mask", lib=library)
-def _(rng_state, p, B, H, Sq, Sk):
+def _(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor:
     return rng_state.new_empty([B, H, Sq, Sk], dtype=torch.bool)
 
 
 @torch.library.register_fake("mha_ext::draw_rng_state", lib=library)
-def _(like):
+def _(like: Tensor) -> Tensor:
     return like.new_empty([2], dtype=torch.int64)
 
 
 @torch.library.register_vmap("mha_ext::draw_rng_state", lib=library)
-def _(info, in_dims, like):
+def _(info: Any, in_dims: Any, like: Tensor) -> Any:
     raise ValueError(
         "dropout was asked for under vmap; accepted there: dropout_p=0: apply dropout outside of vmap, or loop."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _ops, _vmap, masks, reference
 from ._ops import Gradient
@@ -58,8 +59,9 @@ def _bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _bwd_backward(
-    ctx: Any, ddq: Gradient, ddk: Gradient, ddv: Gradient, ddbias: Gradient, ddsinks: Gradient, ddpre_mix: Gradient, ddpost_mix: Gradient
-) -> tuple[Any, ...]:
+    ctx: Any, ddq: Gradient, ddk: Gradient, ddv: Gradient, ddbias: Gradient, ddsinks: Gradient, ddpre_mix: Gradient,
+    ddpost_mix: Gradient,
+) -> tuple[Any, ...]:  # fmt: skip
     *inputs, mask, begin, end, query_ids, key_ids, blocks, q_starts, k_starts, rng_state = ctx.saved_tensors
     q, k, _, pre_mix, post_mix, _, sinks = inputs[3:]
     mask_numbers, (max_q, max_k), (scale, softcap, dropout_p) = ctx.numbers
@@ -68,8 +70,8 @@ def _bwd_backward(
         args, q, k, q_starts, k_starts, max_q, max_k, dropout_p, rng_state
     )
 
-    def first_order(dout, dlse, dweights, *tensors):
-        def forward(q, k, v, pre_mix, post_mix, bias, sinks):
+    def first_order(dout: Any, dlse: Any, dweights: Any, *tensors: Any) -> Any:
+        def forward(q: Any, k: Any, v: Any, pre_mix: Any, post_mix: Any, bias: Any, sinks: Any) -> Any:
             return reference.attend(
                 q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks, packed, pre_mix, post_mix
             )
@@ -78,7 +80,7 @@ def _bwd_backward(
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         return pull((dout, dlse, torch.zeros_like(weights) if dweights is None else dweights))
 
-    def given(gradient, x):
+    def given(gradient: Gradient, x: Tensor | None) -> Gradient:
         return gradient if x is not None else None
 
     wanted = (

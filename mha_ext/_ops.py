@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,11 +93,11 @@ def _attention_bwd_backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
     args = masks.MaskArgs(*mask_tensors, *mask_numbers)
     packed, visible, keep = _reference_modifiers(args, q, k, q_starts, k_starts, max_q, max_k, dropout_p, rng_state)
 
-    def first_order(dout, dlse, dweights, q, k, v, bias, sinks):
-        def forward(q, k, v, bias, sinks):
+    def first_order(dout: Any, dlse: Any, dweights: Any, *tensors: Any) -> Any:
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Any:
             return reference.attend(q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks, packed)
 
-        (_, lse, weights), pull = _vjp(forward, (q, k, v, bias, sinks))
+        (_, lse, weights), pull = _vjp(forward, tensors)
         if dweights is None:
             return pull((dout, torch.zeros_like(lse) if dlse is None else dlse, torch.zeros_like(weights)))
         # The op takes -rowsum(weights * dweights) as a part of dlse; here autograd finds that term itself.
@@ -105,15 +106,19 @@ def _attention_bwd_backward(ctx: Any, *gradients: Gradient) -> tuple[Any, ...]:
 
     dq, dk, dv, dbias, dsinks = gradients
     wanted = dq, dk, dv, dbias if ctx.need_dbias else None, dsinks if sinks is not None else None
-    gradients = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias, sinks), wanted)
-    by_input = (*gradients[:6], None, None, None, gradients[6], *(None,) * 14, gradients[7], *(None,) * 6)
+    *found, dbias, dsinks = _second_order(first_order, (dout, dlse, dweights, q, k, v, bias, sinks), wanted)
+    by_input = (*found, None, None, None, dbias, *(None,) * 14, dsinks, *(None,) * 6)
     return _where_needed(by_input, ctx)
 
 
-def _reference_modifiers(args, q, k, q_starts, k_starts, max_q, max_k, dropout_p, rng_state):
+def _reference_modifiers(
+    args: masks.MaskArgs, q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int,
+    dropout_p: float, rng_state: Tensor | None,
+) -> tuple[reference.Packed | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(packed, visible, keep) as reference.attend takes them."""
-    packed = reference.Packed(q_starts, k_starts, max_q, max_k) if q_starts is not None else None
-    B, Sq, Sk = (q.shape[0], q.shape[2], k.shape[2]) if packed is None else (len(q_starts) - 1, max_q, max_k)
+    packed, B, Sq, Sk = None, q.shape[0], q.shape[2], k.shape[2]
+    if q_starts is not None and k_starts is not None:
+        packed, B, Sq, Sk = reference.Packed(q_starts, k_starts, max_q, max_k), len(q_starts) - 1, max_q, max_k
     visible = masks.visible_of(args, Sq, Sk, q.device, None if packed is None else packed.lengths())
     keep = dropout_mask(rng_state, dropout_p, B, q.shape[1], Sq, Sk) if dropout_p > 0 else None
     return packed, visible, keep
@@ -149,48 +154,50 @@ def _masked_softmax_bwd_backward(ctx: Any, ddscores: Gradient, ddbias: Gradient)
     dout, scores, bias, *mask_tensors, rng_state = ctx.saved_tensors
     *mask_numbers, scale, dropout_p = ctx.numbers
     args = masks.MaskArgs(*mask_tensors, *mask_numbers)
-    visible = masks.visible_of(args, *scores.shape[2:], scores.device)
+    visible = masks.visible_of(args, scores.shape[2], scores.shape[3], scores.device)
     keep = dropout_mask(rng_state, dropout_p, *scores.shape) if dropout_p > 0 else None
 
-    def first_order(dout, scores, bias):
-        def forward(scores, bias):
+    def first_order(dout: Tensor, scores: Tensor, bias: Tensor | None) -> Any:
+        def forward(scores: Tensor, bias: Tensor | None) -> Tensor:
             return reference.softmax(scores, bias, visible, scale, dropout_p, keep)
 
         return _vjp(forward, (scores, bias))[1](dout)
 
-    gradients = (ddscores, ddbias if ctx.need_dbias else None)
-    ddout, dscores, dbias = _second_order(first_order, (dout, scores, bias), gradients)
+    wanted = ddscores, ddbias if ctx.need_dbias else None
+    ddout, dscores, dbias = _second_order(first_order, (dout, scores, bias), wanted)
     return _where_needed((ddout, dscores, None, dbias), ctx) + (None,) * 14
 
 
-def _vjp(function, inputs):
+def _vjp(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[Any, Callable[[Any], list[Gradient]]]:
     """torch.func.vjp for inputs of which some are None; the gradients of those are None."""
     there = [i for i, x in enumerate(inputs) if x is not None]
 
-    def full(values):
-        filled = [None] * len(inputs)
+    def full(values: Sequence[Tensor]) -> list[Gradient]:
+        filled: list[Gradient] = [None] * len(inputs)
         for i, value in zip(there, values):
             filled[i] = value
         return filled
 
-    outputs, pull = torch.func.vjp(lambda *given: function(*full(given)), *(inputs[i] for i in there))
+    outputs, pull = torch.func.vjp(lambda *given: function(*full(given)), *(inputs[i] for i in there))[:2]
     return outputs, lambda cotangents: full(pull(cotangents))
 
 
-def _second_order(first_order, inputs, cotangents):
+def _second_order(
+    first_order: Callable[..., Any], inputs: Sequence[Tensor | None], cotangents: Sequence[Gradient]
+) -> list[Gradient]:
     """The gradients of inputs, given those (or None) of what first_order computes from them."""
     wanted = [i for i, c in enumerate(cotangents) if c is not None]
     if not wanted:
         return [None] * len(inputs)
 
-    def differentiable(*values):
+    def differentiable(*values: Any) -> tuple[Tensor, ...]:
         results = first_order(*values)
         return tuple(results[i] for i in wanted)
 
     return _vjp(differentiable, inputs)[1](tuple(cotangents[i] for i in wanted))
 
 
-def _where_needed(gradients, ctx):
+def _where_needed(gradients: Sequence[Any], ctx: Any) -> tuple[Any, ...]:
     return tuple(g if need else None for g, need in zip(gradients, ctx.needs_input_grad))
 
 
@@ -198,7 +205,7 @@ def _split_heads_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.has_bias = inputs[2] is not None
 
 
-def _split_heads_backward(ctx: Any, dout: Gradient) -> tuple[Any, ...]:
+def _split_heads_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     dx = merge_heads(dout, None) if ctx.needs_input_grad[0] else None
     # Without a bias the dispatcher may drop that argument, and its flag.
     dbias = dout.sum((0, 2)).flatten() if ctx.has_bias and ctx.needs_input_grad[2] else None
@@ -211,7 +218,7 @@ def _merge_heads_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(x if mix is not None else None, mix)
 
 
-def _merge_heads_backward(ctx: Any, dout: Gradient) -> tuple[Any, ...]:
+def _merge_heads_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     x, mix = ctx.saved_tensors
     by_head = dout.unflatten(-1, ctx.heads).transpose(1, 2)
     if mix is None:
@@ -228,7 +235,9 @@ _below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nul
 transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
-def _callable(name, setup, backward, vmap):
+def _callable(
+    name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]], vmap: _vmap.Rule
+) -> Callable[..., Any]:
     """Gives an op its formulas, and returns the function that calls it.
 
     The formulas are registered with the dispatcher, for compiled code. Eager code goes through an autograd.Function of
@@ -239,11 +248,11 @@ def _callable(name, setup, backward, vmap):
     op = getattr(torch.ops.mha_ext, name).default
     torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=library)
 
-    def without_autograd(*args):
+    def without_autograd(*args: Any) -> Any:
         with _below_autograd():
             return op(*args)
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*args)
         if transforms_active() or forward_ad._current_level >= 0:
@@ -254,11 +263,11 @@ def _callable(name, setup, backward, vmap):
                     return apply(*args)
         return without_autograd(*args)
 
-    vmap = functools.partial(vmap, call, [a.name for a in op._schema.arguments])
-    torch.library.register_vmap(op.name(), vmap, lib=library)
-    methods = {"forward": without_autograd, "setup_context": setup, "backward": backward, "vmap": vmap}
-    function = type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
-    apply = super(torch.autograd.Function, function).apply
+    mapped = functools.partial(vmap, call, [a.name for a in op._schema.arguments])
+    torch.library.register_vmap(op.name(), mapped, lib=library)
+    methods: dict[str, Any] = {"forward": without_autograd, "setup_context": setup, "backward": backward, "vmap": mapped}
+    function: Any = type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C part's, without the checks
     return call
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,7 +10,30 @@ from torch import Tensor
 from . import _checks, _ops, biases, masks
 from .functional import score_arguments
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._typing import CachedOptions
+
 QUANTISED = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # and the largest value of each
+
+
+@overload
+def attention_cached(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[CachedOptions]
+) -> Tensor: ...
+
+
+@overload
+def attention_cached(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CachedOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_cached(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., **options: Unpack[CachedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_cached(
@@ -27,7 +50,7 @@ def attention_cached(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """mha_ext.attention for inference, with keys and values read where and as a cache holds them.
 
     Pages are due to Kwon et al. ("Efficient memory management for large language model serving with PagedAttention",

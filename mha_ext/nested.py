@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _checks
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, ragged_dim: int, *, return_lse: bool = False, **options):
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, ragged_dim: int, *, return_lse: bool = False, **options: Any
+) -> Any:
     """attention_varlen of jagged q, k, v [N,j,H,D] (ragged_dim 1) or [N,H,j,D] (ragged_dim 2), with nested results: the
     output in q's shape, and the logsumexp [N,j,H] or [N,H,j]."""
     from .varlen import attention_packed  # which itself takes nested tensors to this module
@@ -33,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ragged_dim: int, *, return_lse: b
     return (as_nested(out), as_nested(lse)) if return_lse else as_nested(out)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, x: Tensor, context: Tensor, **options) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, x: Any, context: Any, **options: Any) -> Tensor:
     """For modules: heads [1,H,T,D] of the values of nested x (queries) and context (keys, values) to [1,H,T,Dv]. Modules
     project values, not nested tensors, of which torch differentiates few operations."""
     from .varlen import attention_packed
@@ -45,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, x: Tensor, context: Tensor, **option
     return attention_packed(q, k, v, q_starts, k_starts, q_longest, k_longest, **options).transpose(0, 1)[None]
 
 
-def values_of(x: Tensor, name: str) -> Tensor:
+def values_of(x: Any, name: str) -> Tensor:
     """[1,T,features] of a nested x [N,j,features]"""
     if x.layout != torch.jagged or x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
         raise ValueError(
@@ -55,12 +59,12 @@ def values_of(x: Tensor, name: str) -> Tensor:
     return x.values()[None]
 
 
-def like(values: Tensor, x: Tensor) -> Tensor:
+def like(values: Tensor, x: Any) -> Tensor:
     """values [1,T,features] as a nested tensor with the lengths of x"""
     return torch.nested.nested_tensor_from_jagged(values[0], x.offsets(), max_seqlen=getattr(x, "_maybe_max_seqlen", None))
 
 
-def _packed(x: Tensor, name: str, ragged_dim: int) -> tuple[Tensor, Tensor, int | None]:
+def _packed(x: Any, name: str, ragged_dim: int) -> tuple[Tensor, Tensor, int | None]:
     """(values [T,H,D], starts [N+1], a bound of the lengths if it is known)"""
     accepted = "[N,j,H,D]" if ragged_dim == 1 else "[N,H,j,D]"
     if not x.is_nested or x.layout != torch.jagged:

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, _packed, biases, masks
 from .functional import _autocast, _rng_state, attention, attention_arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._typing import Options
+
+
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, num_heads: int | None = ...,
+    *, return_lse: Literal[False] = ..., return_weights: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, num_heads: int | None = ...,
+    *, return_lse: Literal[True], return_weights: Literal[False] = ..., **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, num_heads: int | None = ...,
+    *, return_lse: Literal[False] = ..., return_weights: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, num_heads: int | None = ...,
+    *, return_lse: Literal[True], return_weights: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, num_heads: int | None = ..., *, return_lse: bool = ..., return_weights: bool = ..., **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def attention_qkvpacked(
@@ -27,7 +66,7 @@ def attention_qkvpacked(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """Self-attention of queries, keys and values that lie side by side in one tensor, as one linear layer makes them.
 
     They are read in place, and their gradient is written in place too: one tensor, which no concatenation makes.

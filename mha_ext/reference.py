@@ -9,20 +9,72 @@ is hidden from every query: plain matrix products cannot leave out single pairs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from . import _checks, biases, masks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._typing import EagerOptions
+
 _MASK32 = 0xFFFFFFFF
 
 
+@overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask=None, bias=None, scale=None, dropout_p=0.0, softcap=0.0, sinks=None,
-    pre_mix=None, post_mix=None, rng_state=None, return_lse=False, return_weights=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[False] = ..., return_weights: Literal[False] = ..., **options: Unpack[EagerOptions],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[True], return_weights: Literal[False] = ..., **options: Unpack[EagerOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[False] = ..., return_weights: Literal[True], **options: Unpack[EagerOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[True], return_weights: Literal[True], **options: Unpack[EagerOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_weights: bool = ..., **options: Unpack[EagerOptions]
+) -> Tensor | tuple[Tensor, ...]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
     visible = _visible(mask, B, H, Sq, Sk)
@@ -36,7 +88,15 @@ def attention(
     return (out, *extra) if extra else out
 
 
-def masked_softmax(scores: Tensor, mask=None, *, bias=None, scale=1.0, dropout_p=0.0, rng_state=None) -> Tensor:
+def masked_softmax(
+    scores: Tensor,
+    mask: masks.Mask | Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+) -> Tensor:
     """The same as mha_ext.masked_softmax for scores [B,H,Sq,Sk]."""
     visible = _visible(mask, *scores.shape)
     return softmax(scores, bias, visible, scale, dropout_p, _kept(rng_state, dropout_p, *scores.shape))
@@ -70,7 +130,7 @@ class Packed(NamedTuple):
         return x[sequence, :, row - self.q_starts[sequence]].transpose(0, 1)[None]
 
 
-def _dense_bias(bias: Tensor, Sq: int, Sk: int, lengths) -> Tensor:
+def _dense_bias(bias: Tensor, Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None) -> Tensor:
     """A relative bias [b,h,Sq+Sk-1] as [b,h,Sq,Sk]."""
     i, j = torch.arange(Sq, device=bias.device)[:, None], torch.arange(Sk, device=bias.device)
     if lengths is None:
@@ -82,8 +142,9 @@ def _dense_bias(bias: Tensor, Sq: int, Sk: int, lengths) -> Tensor:
 
 
 def attend(
-    q, k, v, bias, visible, scale, softcap, dropout_p, keep, sinks=None, packed: Packed | None = None, pre_mix=None,
-    post_mix=None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, visible: Tensor | None, scale: float, softcap: float,
+    dropout_p: float, keep: Tensor | None, sinks: Tensor | None = None, packed: Packed | None = None,
+    pre_mix: Tensor | None = None, post_mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, weights). visible: bool, broadcasts to [B,H,Sq,Sk], or None; keep: dropout_mask, or None without."""
     if packed is not None:
@@ -115,7 +176,9 @@ def attend(
         return (weights @ values).to(q.dtype), lse, weights.to(q.dtype)
 
 
-def softmax(scores, bias, visible, scale, dropout_p, keep) -> Tensor:
+def softmax(
+    scores: Tensor, bias: Tensor | None, visible: Tensor | None, scale: float, dropout_p: float, keep: Tensor | None
+) -> Tensor:
     """The masked softmax over the last dimension, then dropout; visible and keep as in attend."""
     weights, _ = _softmax_and_lse(scores.to(_checks.accumulate_dtype(scores.dtype)) * scale, bias, visible)
     return _dropout(weights, dropout_p, keep).to(scores.dtype)
@@ -161,7 +224,11 @@ def _dropout(weights: Tensor, p: float, keep: Tensor | None) -> Tensor:
 
 
 def _kept(rng_state: Tensor | None, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
-    return dropout_mask(rng_state, p, B, H, Sq, Sk) if p > 0 else None
+    if p == 0:
+        return None
+    if rng_state is None:
+        raise ValueError(f"dropout_p is {p} and rng_state is None; accepted here: an rng_state, int64 [2] (seed, offset).")
+    return dropout_mask(rng_state, p, B, H, Sq, Sk)
 
 
 def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor:
@@ -179,7 +246,9 @@ def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) 
     return kept & (p < 1)
 
 
-def _philox4x32_10(c0, c1, c2, c3, key0, key1):
+def _philox4x32_10(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: Tensor, key1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int64 tensors."""
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     for _ in range(10):
@@ -194,7 +263,7 @@ def _philox4x32_10(c0, c1, c2, c3, key0, key1):
     return c0, c1, c2, c3
 
 
-def _visible(mask, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
+def _visible(mask: masks.Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
     if mask is None:
         return None
     return (mask if isinstance(mask, masks.Mask) else masks.Dense(mask)).to_dense(B, H, Sq, Sk)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import scaled_dot_product_attention
 from .nn import MultiheadAttention
+from .sdpa import scaled_dot_product_attention
 
 
 class PackedAttention(torch.nn.Module):

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, biases, masks, nested
 from .functional import _autocast, _rng_state, attention_op, dtensor_rules, mix_arguments, score_arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._typing import PackedOptions
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    *, return_lse: Literal[False] = ..., **options: Unpack[PackedOptions],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    *, return_lse: Literal[True], **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    *, return_lse: bool = ..., **options: Unpack[PackedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention_varlen(
@@ -31,7 +57,7 @@ def attention_varlen(
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """attention within each of N sequences that lie one after the other, without padding.
 
     Each sequence is computed as if it were alone: no other one changes a bit of what it gives. On the CPU they are taken

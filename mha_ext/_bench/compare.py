@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -36,7 +37,7 @@ def arguments(argv: list[str] | None, out: Path) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict]:
+def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict[str, Any]]:
     """The records of the rows; of those done so far if the user interrupts."""
     records = []
     with tqdm(rows, unit="row", dynamic_ncols=True, file=sys.stderr) as bar:
@@ -53,7 +54,7 @@ def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict]:
     return records
 
 
-def write(report: dict, out: Path) -> list[Path]:
+def write(report: dict[str, Any], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"compare.{ending}" for ending in ("json", "html", "png")]
     paths[0].write_text(json.dumps(report, indent=1) + "\n")

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import mha_ext
 
@@ -39,7 +41,7 @@ class Shape:
         """What the textbook's scores take in fp32: the 4*B*H*S^2 of the claims."""
         return 4 * self.batch * self.heads * self.queries * self.Sk
 
-    def inputs(self, dtype: torch.dtype, requires_grad: bool = False) -> list[torch.Tensor]:
+    def inputs(self, dtype: torch.dtype, requires_grad: bool = False) -> list[Tensor]:
         torch.manual_seed(0)
         B, D = self.batch, self.head_dim
         sizes = (B, self.heads, self.queries, D), (B, self.Hk, self.Sk, D), (B, self.Hk, self.Sk, D)
@@ -52,11 +54,20 @@ class Shape:
 
 
 @cache
-def hidden_by_causal(length: int) -> torch.Tensor:
+def hidden_by_causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu_(1)
 
 
-def eager(q, k, v, *, causal=False, hidden=None, bias=None, dropout_p=0.0):
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    hidden: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
     """The textbook: scores, mask, softmax, dropout, weighted sum, each a call of torch."""
     if k.shape[1] != q.shape[1]:
         groups = q.shape[1] // k.shape[1]
@@ -74,14 +85,14 @@ def eager(q, k, v, *, causal=False, hidden=None, bias=None, dropout_p=0.0):
     return weights @ v
 
 
-def talking_heads(q, k, v, pre_mix, post_mix):
+def talking_heads(q: Tensor, k: Tensor, v: Tensor, pre_mix: Tensor, post_mix: Tensor) -> Tensor:
     """The textbook of talking heads, in the einsums of its paper."""
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
     weights = torch.einsum("bhij,hg->bgij", scores, pre_mix).softmax(-1)
     return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhij,hg->bgij", weights, post_mix), v)
 
 
-def loop(q, k, v, *, causal=False):
+def loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     """One head after the other."""
     groups = q.shape[1] // k.shape[1]
     heads = []
@@ -93,25 +104,25 @@ def loop(q, k, v, *, causal=False):
     return torch.stack(heads, 1)
 
 
-def sdpa(q, k, v, *, causal=False, **kwargs):
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], **kwargs)
 
 
-def ours(q, k, v, *, causal=False, **kwargs):
+def ours(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **kwargs: Any) -> Tensor:
     if causal:
         kwargs["mask"] = mha_ext.masks.Causal()
     return mha_ext.attention(q, k, v, **kwargs)
 
 
 @cache
-def compiled_flex():
+def compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.recompile_limit = 64  # each shape and dtype is a specialised kernel
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q, k, v, visible: Callable | None = None) -> Callable:
+def flex(q: Tensor, k: Tensor, v: Tensor, visible: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """FlexAttention's compiled kernel for these inputs, as a call without arguments (no backward on CPU)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -121,10 +132,10 @@ def flex(q, k, v, visible: Callable | None = None) -> Callable:
     return lambda: compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def training(forward: Callable, inputs: list[torch.Tensor], dout: torch.Tensor) -> Callable:
+def training(forward: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> Callable[..., Any]:
     """Forward and backward: the output and the gradients of the inputs."""
 
-    def step():
+    def step() -> tuple[Tensor, ...]:
         out = forward()
         return out.detach(), *torch.autograd.grad(out, inputs, dout)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,14 +31,14 @@ SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sam
 class Case:
     """What one row of the benchmark compares: calls that should give equal results."""
 
-    calls: dict[str, Callable]  # contender -> call without arguments that returns a tensor or a tuple of tensors
+    calls: dict[str, Callable[..., Any]]  # contender -> call without arguments that returns a tensor or a tuple of tensors
     baseline: str  # the contender that the others' speed is given against
-    expected: Callable | None  # gives what every result is checked against; None: the first contender's result
+    expected: Callable[..., Any] | None  # gives what every result is checked against; None: the first contender's result
     flops: float = 0.0
     bytes: float = 0.0  # bytes that any implementation has to move, for rows bound by memory
     peak: str = "float32"  # which measured peak the share is taken of
     skipped: dict[str, str] = field(default_factory=dict)  # contender -> why it is not run
-    check: Callable | None = None  # replaces the comparison of tensors: (result) -> error, where above 1 is wrong
+    check: Callable[..., Any] | None = None  # replaces the comparison of tensors: (result) -> error, where above 1 is wrong
 
 
 @dataclass
@@ -52,11 +53,11 @@ class Timing:
     note: str = ""
 
 
-def as_tuple(result) -> tuple:
+def as_tuple(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def relative_error(result, expected) -> float:
+def relative_error(result: Any, expected: Any) -> float:
     """The largest distance over the tensors of a result, relative to the expected tensor's norm."""
     worst = 0.0
     for got, want in zip(as_tuple(result), as_tuple(expected), strict=True):
@@ -89,7 +90,7 @@ def status_bytes(key: str) -> int:
     raise OSError(f"/proc/self/status has no {key}")
 
 
-def peak_growth(call: Callable) -> tuple[object, float]:
+def peak_growth(call: Callable[..., Any]) -> tuple[object, float]:
     """A call's result, and the bytes by which the process's resident memory grew at most, the result included.
 
     It sees every allocation that is touched, whoever makes it: torch's allocator, a math library or a kernel's own
@@ -106,7 +107,7 @@ def peak_growth(call: Callable) -> tuple[object, float]:
         return call(), math.nan
 
 
-def one_sample(call: Callable, repeats: int) -> float:
+def one_sample(call: Callable[..., Any], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -116,7 +117,9 @@ def one_sample(call: Callable, repeats: int) -> float:
 def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = lambda text: None) -> list[Timing]:
     """Checks every contender, then times them in turn."""
     expected = case.expected() if case.expected and not case.check else None
-    timings, samples, plan = [], {}, {}
+    timings: list[Timing] = []
+    samples: dict[str, list[float]] = {}
+    plan: dict[str, tuple[int, int]] = {}
     for name, call in case.calls.items():
         on_step(f"check {name}")
         timing = Timing(name)
@@ -166,7 +169,7 @@ def measure(case: Case, full: bool = False, on_step: Callable[[str], object] = l
     return timings
 
 
-def best_seconds(call: Callable, rounds: int = 5) -> float:
+def best_seconds(call: Callable[..., Any], rounds: int = 5) -> float:
     call()
     return min(one_sample(call, 1) for _ in range(rounds))
 
@@ -192,7 +195,7 @@ def cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
-def machine_facts() -> dict:
+def machine_facts() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

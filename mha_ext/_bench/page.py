@@ -2,8 +2,10 @@
 
 import io
 from html import escape
+from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .report import COLUMNS, contender_cells, machine_line
@@ -17,12 +19,12 @@ pre { white-space: pre-wrap; font-size: 12px; color: #555; }
 """
 
 
-def speed_figure(report: dict) -> Figure:
+def speed_figure(report: dict[str, Any]) -> Figure:
     """One line per row: how many times as fast as the row's base each contender is."""
     rows = [row for row in report["rows"] if any(c["speed"] for c in row["contenders"])]
     figure = Figure(figsize=(10, 1.6 + 0.24 * len(rows)))
     axes = figure.subplots()
-    points: dict[str, list] = {}
+    points: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
         for c in row["contenders"]:
             if c["speed"] and c["contender"] != row["baseline"]:
@@ -37,12 +39,12 @@ def speed_figure(report: dict) -> Figure:
     return figure
 
 
-def memory_figure(report: dict) -> Figure:
+def memory_figure(report: dict[str, Any]) -> Figure:
     """One line per row: the memory that each contender allocates at most."""
     rows = [row for row in report["rows"] if any(c["peak_bytes"] for c in row["contenders"])]
     figure = Figure(figsize=(10, 1.2 + 0.24 * len(rows)))
     axes = figure.subplots()
-    points: dict[str, list] = {}
+    points: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
         for c in row["contenders"]:
             if c["seconds"] and c["peak_bytes"]:
@@ -55,11 +57,12 @@ def memory_figure(report: dict) -> Figure:
     return figure
 
 
-def scatter(axes, points: dict[str, list]) -> None:
+def scatter(axes: Axes, points: dict[str, list[Any]]) -> None:
     markers = iter("osv^<>PXd*pH" * 4)
     for contender, found in sorted(points.items(), key=lambda item: not item[0].startswith("mha_ext")):
         ours = contender.startswith("mha_ext")
-        axes.scatter(*zip(*found, strict=True), s=60 if ours else 24, marker=next(markers), label=contender, zorder=3)
+        x, y = zip(*found, strict=True)
+        axes.scatter(x, y, s=60 if ours else 24, marker=next(markers), label=contender, zorder=3)
     axes.set_xscale("log")
     axes.grid(which="both", alpha=0.25)
     if points:
@@ -73,7 +76,7 @@ def svg(figure: Figure) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]  # without the XML declaration, which HTML does not know
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     lines = ["<table><tr>", *(f"<th>{escape(column)}</th>" for column in COLUMNS), "</tr>"]
     for row in rows:
         lines.append(f'<tr class="row"><td colspan="{len(COLUMNS)}">{escape(row["name"])}</td></tr>')
@@ -84,7 +87,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join([*lines, "</table>"])
 
 
-def page(report: dict) -> str:
+def page(report: dict[str, Any]) -> str:
     machine = report["machine"]
     means = [
         f"<li>mha_ext over SDPA, {m['dtype']} {m['direction']}: <b>{m['speed']:.2f}x</b> "

@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def dropout_case(dtype: torch.dtype, backward: bool) -> Case:
     }
     undropped = sdpa(*(x.detach() for x in inputs))
 
-    def check(result):
+    def check(result: Any) -> float:
         out = result[0] if backward else result
         return abs(relative_error(out.detach(), undropped) / math.sqrt(p / (1 - p)) - 1) / 0.1
 
@@ -137,7 +138,8 @@ def window_case(dtype: torch.dtype, backward: bool) -> Case:
     calls = {"sdpa": lambda: sdpa(*inputs, attn_mask=visible), "mha_ext": lambda: ours(*inputs, mask=mask)}
     skipped = {"flex": "has no backward on CPU"} if backward else {}
     if not backward:
-        calls["flex"] = flex(*inputs, visible=lambda b, h, i, j: (i >= j) & (i - j < window))
+        q, k, v = inputs
+        calls["flex"] = flex(q, k, v, visible=lambda b, h, i, j: (i >= j) & (i - j < window))
     pairs = visible.sum().item()
     return compare(
         calls,
@@ -187,13 +189,13 @@ def varlen_case(dtype: torch.dtype) -> Case:
     """Sequences of different lengths, packed or padded; the result is packed both times."""
     padded = SHAPE.inputs(dtype)
     inside = torch.arange(SHAPE.queries) < torch.tensor(LENGTHS)[:, None]
-    packed = [x.transpose(1, 2)[inside] for x in padded]
+    q, k, v = (x.transpose(1, 2)[inside] for x in padded)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     visible = inside[:, None, None]
     by_padding = lambda q, k, v: sdpa(q, k, v, attn_mask=visible).transpose(1, 2)[inside]
     calls = {
         "sdpa, padded": lambda: by_padding(*padded),
-        "mha_ext": lambda: mha_ext.attention_varlen(*packed, starts, starts),
+        "mha_ext": lambda: mha_ext.attention_varlen(q, k, v, starts, starts),
     }
     flops = 4 * SHAPE.heads * SHAPE.head_dim * sum(n * n for n in LENGTHS)
     expected = lambda: by_padding(*(x.float() for x in padded))
@@ -224,7 +226,7 @@ def module_case(dtype: torch.dtype, backward: bool) -> Case:
     truth = copy.deepcopy(theirs).float()
     dout = torch.randn_like(x)
 
-    def call_of(module, x, dout):
+    def call_of(module: torch.nn.Module, x: torch.Tensor, dout: torch.Tensor) -> Any:
         forward = lambda: module(x, x, x, need_weights=False)[0]
         if backward:
             return training(forward, list(module.parameters()), dout)

@@ -2,9 +2,14 @@
 
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from .measure import Case, Timing
+from .rows import Row
 
 COLUMNS = ("contender", "time", "spread", "rate", "of peak", "speed", "memory", "error", "")
 
@@ -14,7 +19,7 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def row_record(row, case, timings, peaks: dict, elapsed: float) -> dict:
+def row_record(row: Row, case: Case, timings: list[Timing], peaks: dict[str, Any], elapsed: float) -> dict[str, Any]:
     base = next((t.seconds for t in timings if t.contender == case.baseline), math.nan)
     contenders = []
     for t in timings:
@@ -57,7 +62,7 @@ def show_memory(size: float | None) -> str:
     return "-" if size is None else f"{size / 2**20:.1f} MiB"
 
 
-def contender_cells(c: dict, baseline: str) -> list[str]:
+def contender_cells(c: dict[str, Any], baseline: str) -> list[str]:
     seconds = c["seconds"]
     if seconds is None:
         return [
@@ -87,7 +92,7 @@ def contender_cells(c: dict, baseline: str) -> list[str]:
     ]
 
 
-def machine_line(machine: dict, peaks: dict) -> str:
+def machine_line(machine: dict[str, Any], peaks: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in peaks.items() if name != "copy")
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} threads; torch {machine['torch']} "
@@ -97,7 +102,7 @@ def machine_line(machine: dict, peaks: dict) -> str:
     )
 
 
-def find(rows: list[dict], name: str, contender: str) -> dict:
+def find(rows: list[dict[str, Any]], name: str, contender: str) -> dict[str, Any]:
     for row in rows:
         if row["name"] == name:
             for c in row["contenders"]:
@@ -106,7 +111,7 @@ def find(rows: list[dict], name: str, contender: str) -> dict:
     return {}
 
 
-def geometric_means(rows: list[dict]) -> list[dict]:
+def geometric_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Speed of mha_ext over torch's SDPA on the main shapes, for each dtype and direction."""
     means = []
     for dtype in ("fp32", "bf16"):
@@ -121,11 +126,11 @@ def geometric_means(rows: list[dict]) -> list[dict]:
     return means
 
 
-def claims(rows: list[dict]) -> list[dict]:
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The textbook's claims about multi-head attention, and what this machine says of each."""
     found = []
 
-    def add(claim: str, *parts: dict, text) -> None:
+    def add(claim: str, *parts: dict[str, Any], text: Callable[..., str]) -> None:
         if all(parts):
             found.append({"claim": claim, "here": text(*parts)})
 
@@ -169,7 +174,7 @@ def claims(rows: list[dict]) -> list[dict]:
     return found
 
 
-def print_report(report: dict, console: Console) -> None:
+def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(machine_line(report["machine"], report["peaks"]), highlight=False, markup=False)
     for group in dict.fromkeys(row["group"] for row in report["rows"]):
         table = Table(*COLUMNS, title=group, title_justify="left", pad_edge=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,29 +39,32 @@ def dtype_key(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype == BF16 else "float32"
 
 
-def compare(calls: dict[str, Callable], inputs, *, backward: bool, baseline="sdpa", expected=None, **kwargs) -> Case:
+def compare(
+    calls: dict[str, Callable[..., Any]], inputs: list[torch.Tensor], *, backward: bool, baseline: str = "sdpa",
+    expected: Callable[..., Any] | None = None, **kwargs: Any,
+) -> Case:  # fmt: skip
     """A case of forward calls, or of the same with a backward pass after each.
 
     What is expected is the baseline's result on fp32 copies of the inputs, unless another forward function is given.
     """
-    expected = expected or sdpa
+    wanted = expected or sdpa
 
-    def truth():
+    def right() -> Any:
         wide = [x.detach().float().requires_grad_(backward) for x in inputs]
-        return training(lambda: expected(*wide), wide, dout.float())() if backward else expected(*wide)
+        return training(lambda: wanted(*wide), wide, dout.float())() if backward else wanted(*wide)
 
     if backward:
         dout = torch.randn_like(inputs[0][..., : inputs[2].shape[-1]])
         calls = {name: training(call, inputs, dout) for name, call in calls.items()}
-    if inputs[0].dtype == FP32 and next(iter(calls)) == "sdpa":
-        truth = None  # it would be the same call
+    same = inputs[0].dtype == FP32 and next(iter(calls)) == "sdpa"
+    truth = None if same else right
     return Case(calls, baseline, truth, peak=dtype_key(inputs[0].dtype), **kwargs)
 
 
 def main_case(shape: Shape, dtype: torch.dtype, backward: bool, full: bool) -> Case:
     inputs = shape.inputs(dtype, requires_grad=backward)
     causal = shape.causal
-    skipped = {}
+    skipped: dict[str, str] = {}
     calls = {
         "sdpa": lambda: sdpa(*inputs, causal=causal),
         "mha_ext": lambda: ours(*inputs, causal=causal),
@@ -77,7 +81,8 @@ def main_case(shape: Shape, dtype: torch.dtype, backward: bool, full: bool) -> C
     elif not full and (shape.queries != 1024 or dtype != FP32):
         skipped["flex"] = "compiles for seconds, see --full"
     else:
-        calls["flex"] = flex(*inputs, visible=(lambda b, h, i, j: i >= j) if causal else None)
+        q, k, v = inputs
+        calls["flex"] = flex(q, k, v, visible=(lambda b, h, i, j: i >= j) if causal else None)
     return compare(
         calls,
         inputs,
@@ -173,7 +178,7 @@ def decode_case(shape: Shape, dtype: torch.dtype) -> Case:
 def cached_case(shape: Shape, dtype: torch.dtype, stored: torch.dtype | None, page_size: int = 0) -> Case:
     """From a cache: in pages that lie in any order, or of 8 bits; against SDPA on plain keys and values."""
     q, k, v = inputs = shape.inputs(dtype)
-    options = {}
+    options: dict[str, Any] = {}
     if page_size:
         pages = torch.randperm(k.shape[0] * k.shape[2] // page_size).view(k.shape[0], -1)
         place = pages.flatten().argsort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ FIELDS = (
 
 
 def lengths_if_agreed(
-    form: dict | None, lengths: tuple[int, int], group: dist.ProcessGroup | None, timeout: datetime.timedelta | None
+    form: dict[str, Any] | None, lengths: tuple[int, int], group: dist.ProcessGroup | None, timeout: datetime.timedelta | None
 ) -> list[tuple[int, int]]:
     """The (Sq, Sk) of each process. form: this process's FIELDS by name; None says that it refused its inputs.
 
@@ -41,7 +42,7 @@ def lengths_if_agreed(
     return [(row[-2], row[-1]) for row in rows]
 
 
-def wait(works: list, timeout: datetime.timedelta | None, whom: str) -> None:
+def wait(works: list[Any], timeout: datetime.timedelta | None, whom: str) -> None:
     """Waits for communication; what torch raises becomes an error that says what was going on."""
     try:
         for work in works:

@@ -7,14 +7,16 @@ shardings of the inputs (of the sequence, say) are changed into one of these by 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..masks import MaskArgs
 
+Sharding = tuple[list[Placement], list[Any]]  # of the outputs, of the inputs
 BATCH, HEADS = 0, 1
 
 # Dimensions 0 and 1 are the batch's and the heads', in full, or (second line) in full or 1.
@@ -23,7 +25,7 @@ _BROADCAST = {"bias", "mask", "blocks"}
 _PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids"}  # [B or 1, ...]
 
 
-def _input_placement(name: str, spec, dim: int):
+def _input_placement(name: str, spec: Any, dim: int) -> Placement:
     if name == "sinks":  # [H]
         return Shard(0) if dim == HEADS else Replicate()
     if name in _FULL or (name in _BROADCAST and spec.shape[dim] != 1):
@@ -31,7 +33,7 @@ def _input_placement(name: str, spec, dim: int):
     return Shard(BATCH) if name in _PER_SEQUENCE and dim == BATCH and spec.shape[BATCH] != 1 else Replicate()
 
 
-def _output_placement(name: str, given: dict, dim: int):
+def _output_placement(name: str, given: dict[str, Any], dim: int) -> Placement:
     if name == "dbias":
         if not given["need_dbias"]:
             return Replicate()  # an empty placeholder
@@ -42,11 +44,11 @@ def _output_placement(name: str, given: dict, dim: int):
     return Replicate() if name == "weights" and not given["return_weights"] else Shard(dim)
 
 
-def _is_tensor(x) -> bool:
+def _is_tensor(x: Any) -> bool:
     return getattr(x, "tensor_meta", None) is not None
 
 
-def _whole_groups(given: dict) -> bool:
+def _whole_groups(given: dict[str, Any]) -> bool:
     """Whether every process gets whole groups of heads, if all that is not sharded over the batch is over heads."""
     if "k" not in given:
         return True
@@ -58,14 +60,14 @@ def _whole_groups(given: dict) -> bool:
     return given["k"].shape[HEADS] % processes == 0
 
 
-def _register_batch_and_heads(op) -> None:
+def _register_batch_and_heads(op: torch._ops.OpOverload) -> None:
     names = [a.name for a in op._schema.arguments]
     returns = [r.name for r in op._schema.returns]
 
-    def shardings(*args):
+    def shardings(*args: Any) -> list[Sharding]:
         given = dict(zip(names, args))
         tensors = [name if _is_tensor(x) else None for name, x in given.items()]
-        found = [([Replicate()] * len(returns), [name and Replicate() for name in tensors])]
+        found: list[Sharding] = [([Replicate()] * len(returns), [name and Replicate() for name in tensors])]
         packed = given.get("q_starts") is not None  # all sequences lie in batch element 0
         for dim in [BATCH] * (not packed) + [HEADS] * _whole_groups(given):
             outputs = [_output_placement(name, given, dim) for name in returns]
@@ -75,9 +77,9 @@ def _register_batch_and_heads(op) -> None:
     register_sharding(op)(shardings)
 
 
-def _merge_heads_shardings(x, mix=None):
+def _merge_heads_shardings(x: Any, mix: Any = None) -> list[Sharding]:
     """[B,H,S,D] -> [B,S,H*D]; with mix, a head of the result needs all heads of x."""
-    pairs = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(2))]
+    pairs: list[tuple[Placement, Placement]] = [(Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(2))]
     if mix is None:
         return [([out], [given, None]) for out, given in [*pairs, (Shard(2), Shard(1))]]
     return [([out], [given, Replicate()]) for out, given in pairs]
@@ -93,32 +95,33 @@ def _register() -> None:
 _register()
 
 
-def replicated(x: Tensor | None, like: DTensor) -> Tensor | None:
+def replicated(x: Tensor | None, like: Any) -> Tensor | None:
     """x as a DTensor on like's mesh: a plain tensor is taken to be the same on every process."""
     if x is None or isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
-def modifiers(like: DTensor, dropout_p: float, args: MaskArgs, *tensors: Tensor | None) -> tuple:
+def modifiers(like: Any, dropout_p: float, args: MaskArgs, *tensors: Tensor | None) -> tuple[Any, ...]:
     """The mask's arguments, and other tensors that come with like, as DTensors."""
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p is {dropout_p} and the inputs are DTensors; accepted there: 0: apply dropout to local tensors."
         )
-    begin, end = args.begin, args.end
+    begin: Any = args.begin
+    end: Any = args.end
     if (begin is None) != (end is None):
         # DTensor remembers decisions by the tensors that it is given, not by which optional argument each one is.
         keys = torch.iinfo(torch.int64).max // 2
         begin = end.new_zeros(()).expand(1, 1) if begin is None else begin
         end = begin.new_full((1, 1), keys) if end is None else end
     args = args._replace(begin=begin, end=end)
-    args = MaskArgs(*(replicated(x, like) if isinstance(x, Tensor) else x for x in args))
+    args = MaskArgs._make(replicated(x, like) if isinstance(x, Tensor) else x for x in args)
     return args, *(replicated(x, like) for x in tensors)
 
 
-def split_heads(x: DTensor, num_heads: int, bias: Tensor | None) -> DTensor:
+def split_heads(x: Tensor, num_heads: int, bias: Tensor | None) -> Tensor:
     """In views and a copy: the op would take num_heads as the number of heads that this process has."""
     if bias is not None:
-        x = x + replicated(bias, x)
+        x = x + replicated(bias, x)  # type: ignore[operator]
     return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(1, 2).contiguous()

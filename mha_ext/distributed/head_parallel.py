@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -15,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from ..nn import SelfAttention
 
-_STYLES = {
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "q_proj": ColwiseParallel,
     "k_proj": ColwiseParallel,
     "v_proj": ColwiseParallel,
@@ -67,7 +70,7 @@ class HeadParallel(ParallelStyle):
             module, device_mesh, {**plan, "out_proj": RowwiseParallel(output_layouts=self.output_layouts)}
         )
 
-        def gather_input(_, args, kwargs):
+        def gather_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Once for the three projections, so that backward sums their gradients before it communicates.
             x = args[0] if args else kwargs.pop("x")
             if not isinstance(x, DTensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,34 @@ from ..merge import weights_of_parts
 from .agreement import FIELDS, lengths_if_agreed, wait
 from .sequence import Piece, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@torch.compiler.disable
+    from .._typing import RingOptions
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = ...,
+    *, return_lse: Literal[False] = ..., **options: Unpack[RingOptions],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = ...,
+    *, return_lse: Literal[True], **options: Unpack[RingOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = ...,
+    *, return_lse: bool = ..., **options: Unpack[RingOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -32,7 +59,7 @@ def ring_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     timeout: datetime.timedelta | None = None,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """mha_ext.attention over a sequence of which each process of a group has a part.
 
     Keys and values travel around a ring of the processes, each of which attends to the part that it holds while the next
@@ -74,17 +101,17 @@ def ring_attention(
         lengths = q.shape[2], k.shape[2]
         inputs = [x for x in (q, k, v, sinks) if x is not None]
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        mask = masks.Dense(mask) if isinstance(mask, Tensor) else mask
+        whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
         values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, len(inputs) - 3
-        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(mask))))
+        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
-    lengths = lengths_if_agreed(form, lengths, group, timeout)
+    everyones = lengths_if_agreed(form, lengths, group, timeout)
     if problem is not None:
         raise problem
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    plan = _plan(ring, q, k, mask, lengths, layout, (scale, softcap, deterministic))
+    plan = _plan(ring, q, k, whole, everyones, layout, (scale, softcap, deterministic))
     out, lse = _RingAttention.apply(q, k, v, sinks, plan)
     return (out, lse) if return_lse else out
 
@@ -98,7 +125,7 @@ class _Ring:
         if self.rank < 0:
             raise ValueError("this process is not in the group; accepted: a group that it belongs to.")
 
-    def start(self, sent: Tensor, to: int, received: Tensor, source: int) -> tuple:
+    def start(self, sent: Tensor, to: int, received: Tensor, source: int) -> tuple[Any, ...]:
         """Begins to send and to receive; what it returns is for finish(), and keeps the tensors alive until then."""
         pairs = (dist.isend, sent, to), (dist.irecv, received, source)
         messages = [
@@ -106,7 +133,7 @@ class _Ring:
         ]
         return (dist.batch_isend_irecv(messages) if messages else []), sent, received, (to, source)
 
-    def finish(self, exchange: tuple) -> Tensor:
+    def finish(self, exchange: tuple[Any, ...]) -> Tensor:
         """What was received."""
         works, _, received, ranks = exchange
         wait(works, self.timeout, " or ".join(f"process {rank} of the group" for rank in dict.fromkeys(ranks)))
@@ -166,11 +193,13 @@ class _Plan:
                 packed = ring.finish(coming)
 
 
-def _plan(ring: _Ring, q: Tensor, k: Tensor, mask, lengths: list[tuple[int, int]], layout: str, numbers) -> _Plan:
+def _plan(
+    ring: _Ring, q: Tensor, k: Tensor, mask: masks.Mask | None, lengths: list[tuple[int, int]], layout: str, numbers: Any
+) -> _Plan:
     query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
     Sq, Sk = sum(query_lengths), sum(key_lengths)
     queries, keys = pieces_of(query_lengths, layout), pieces_of(key_lengths, layout)
-    args = masks.lower(mask, *q.shape[:2], Sq, Sk, q.device)
+    args = masks.lower(mask, q.shape[0], q.shape[1], Sq, Sk, q.device)
     refuse_other_masks(args, mask)
     steps = 1 + last_step(_hashable(queries), _hashable(keys), Sk - Sq, args.left, args.right, args.top_left)
     return _Plan(ring, queries[ring.rank], keys, Sk - Sq, args, steps, numbers)
@@ -182,7 +211,9 @@ def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan):
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
         out, lse, rest = _forward(plan, q, k, v, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, rest)
         ctx.plan = plan
@@ -190,7 +221,7 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError("ring_attention is differentiable once; call backward without create_graph=True.")
         q, k, v, sinks, out, lse, rest = ctx.saved_tensors
@@ -229,7 +260,9 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
     return out.to(q.dtype), lse, rest
 
 
-def _backward(plan: _Plan, dout, dlse, q, k, v, out, lse, rest) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    plan: _Plan, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Given the output and the lse of the whole, the gradients of each block are those of its part of the softmax."""
     accumulate = _checks.accumulate_dtype(q.dtype)
     ring, (scale, softcap, deterministic) = plan.ring, plan.numbers
@@ -259,7 +292,9 @@ def _backward(plan: _Plan, dout, dlse, q, k, v, out, lse, rest) -> tuple[Tensor,
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _sinks_backward(sinks: Tensor, dout, dlse, out, lse, rest) -> Tensor:
+def _sinks_backward(
+    sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rest: Tensor
+) -> Tensor:
     weight = torch.exp((sinks[:, None] - lse) - rest)
     through = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).neg()
     if dlse is not None:

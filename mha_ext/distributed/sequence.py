@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._checks import text
-from ..masks import NO_MASK, MaskArgs
+from ..masks import NO_MASK, Mask, MaskArgs
 
 LAYOUTS = "contiguous", "zigzag"
 
@@ -90,7 +90,7 @@ def mask_of_block(args: MaskArgs, queries: Piece, keys: Piece, offset: int) -> M
         return None
     rows, columns = (slice(piece.start, piece.start + piece.length) for piece in (queries, keys))
 
-    def cut(x: Tensor | None, dim: int, where: slice) -> Tensor | None:
+    def cut(x: Tensor | None, dim: int, where: slice) -> Any:
         return x if x is None or x.shape[dim] == 1 else x.narrow(dim, where.start, where.stop - where.start)
 
     return NO_MASK._replace(
@@ -106,8 +106,9 @@ def mask_of_block(args: MaskArgs, queries: Piece, keys: Piece, offset: int) -> M
 
 @functools.lru_cache(maxsize=64)
 def last_step(
-    queries: tuple[tuple[Piece, ...], ...], keys: tuple[tuple[Piece, ...], ...], offset: int, left, right, top_left
-) -> int:
+    queries: tuple[tuple[Piece, ...], ...], keys: tuple[tuple[Piece, ...], ...], offset: int, left: int | None,
+    right: int | None, top_left: bool,
+) -> int:  # fmt: skip
     """The last t for which the queries of any process r see, in a band, keys of process r - t (modulo their number)."""
     band, n = NO_MASK._replace(left=left, right=right, top_left=top_left), len(keys)
     for t in reversed(range(1, n)):
@@ -117,7 +118,7 @@ def last_step(
     return 0
 
 
-def refuse_other_masks(args: MaskArgs, mask) -> None:
+def refuse_other_masks(args: MaskArgs, mask: Mask | Tensor | None) -> None:
     known = {"mask", "begin", "end", "query_ids", "key_ids", "left", "right", "top_left"}
     for name, value in args._asdict().items():
         if name not in known and value is not getattr(NO_MASK, name):

@@ -124,7 +124,7 @@ def attention_forward(
         bias = position_bias if bias is None else bias + position_bias
     if bias is not None and bias.dtype != query.dtype and bias.dtype != torch.float32:
         bias = bias.to(query.dtype)
-    out = attention(
+    found: Any = attention(
         query,
         key,
         value,
@@ -136,7 +136,7 @@ def attention_forward(
         sinks=s_aux,
         return_weights=bool(output_attentions),
     )
-    out, weights = out if output_attentions else (out, None)
+    out, weights = found if output_attentions else (found, None)
     return out.transpose(1, 2), weights
 
 

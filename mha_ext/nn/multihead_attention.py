@@ -89,8 +89,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = self._project(query, key, value, batch_dim)
         mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         dropout = self.dropout if self.training else 0.0
-        out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, return_weights=need_weights)
-        out, weights = out if need_weights else (out, None)
+        found: Any = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, return_weights=need_weights)
+        out, weights = found if need_weights else (found, None)
         out = out.permute(2, 0, 1, 3) if batch_dim == 1 else out.transpose(1, 2)  # the order in which it lies in memory
         out = self.out_proj(out.flatten(2))
         if weights is not None and average_attn_weights:
