@@ -391,11 +391,53 @@ def test_not_a_module():
         mha_ext.swap_attention({})
 
 
-def test_real_timm():
-    timm = pytest.importorskip("timm")  # needs torchvision
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
-    x = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        expected = model(x)
-        assert len(mha_ext.swap_attention(model).replaced) == 12
-        torch.testing.assert_close(model(x), expected)
+# --- Models of torchvision and timm: .ci/run has them beside the later torch, which torchvision is built for ------------
+
+
+def same_after_swap(model, image_size: int, expected: dict[str, str]) -> None:
+    """Outputs in evaluation and gradients in training, before, after, and after undo."""
+    x = torch.randn(2, 3, image_size, image_size, dtype=torch.float64)
+    model = nonzero(model.double())
+
+    def results():
+        with torch.no_grad():
+            out = model.eval()(x)
+        loss = model.train()(x).square().sum()
+        return [out, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    before = results()
+    report = mha_ext.swap_attention(model)
+    assert report.replaced == expected and report.kept == {}
+    with torch.no_grad(), Ops() as ops:
+        model(x)
+    assert ops.ours() == len(expected) and not ops.torchs()
+    for a, b in zip(results(), before, strict=True):
+        torch.testing.assert_close(a, b)
+    report.undo()
+    for a, b in zip(results(), before, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_vision_transformer_of_torchvision():
+    torchvision = pytest.importorskip("torchvision")
+    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
+    model = torchvision.models.VisionTransformer(**sizes, num_classes=5)
+    same_after_swap(
+        model, 32, {f"encoder.layers.encoder_layer_{i}.self_attention": "torch.nn.MultiheadAttention" for i in (0, 1)}
+    )
+
+
+@pytest.mark.parametrize("name, options", [
+    ("vit_tiny_patch16_224", {}), ("vit_tiny_patch16_224", {"qk_norm": True}), ("deit3_small_patch16_224", {}),
+], ids=str)  # fmt: skip
+def test_vision_transformer_of_timm(name, options):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, num_classes=5, depth=2, img_size=32, **options)
+    same_after_swap(model, 32, {f"blocks.{i}.attn": "timm.layers.attention.Attention" for i in (0, 1)})
+
+
+def test_vision_attention_of_another_shape_is_kept():
+    timm = pytest.importorskip("timm")
+    report = mha_ext.swap_attention(timm.create_model("eva02_tiny_patch14_224", num_classes=5, depth=1))
+    assert report.replaced == {}
+    assert "EvaAttention has tensors of its own" in report.kept["blocks.0.attn"]
