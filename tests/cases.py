@@ -149,16 +149,17 @@ def randn(gen: torch.Generator, *shape: int, dtype=torch.float32) -> torch.Tenso
     return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
 
 
-def surrounded(t: torch.Tensor, order: tuple[int, ...] | None = None, last_step: int = 1) -> torch.Tensor:
+def surrounded(t: torch.Tensor, order: tuple[int, ...] | None = None, last_step: int = 1, aligned: bool = False) -> torch.Tensor:
     """The same values as a view into a bigger tensor full of NaN (True for bool tensors; a far index for integers), whose dimensions lie
-    in memory in the given order."""
+    in memory in the given order. aligned: rows of 2-byte elements start at multiples of 16 bytes; otherwise they don't."""
     order = order or tuple(range(t.dim()))
     poison = float("nan") if t.is_floating_point() else True if t.dtype == torch.bool else 2**40
     sizes = [t.shape[d] + 2 for d in order]
-    sizes[-1] = t.shape[order[-1]] * last_step + 3
+    columns, first = t.shape[order[-1]] * last_step, 8 if aligned else 2
+    sizes[-1] = columns + 16 - columns % 8 if aligned else columns + 3
     big = torch.full(sizes, poison, dtype=t.dtype, device=t.device)
     inner = big[
-        tuple(slice(1, 1 + t.shape[d]) for d in order[:-1]) + (slice(2, 2 + t.shape[order[-1]] * last_step, last_step),)
+        tuple(slice(1, 1 + t.shape[d]) for d in order[:-1]) + (slice(first, first + columns, last_step),)
     ]
     view = inner.permute([order.index(d) for d in range(t.dim())])
     return view.copy_(t)
@@ -172,6 +173,8 @@ def lay_out(q, k, v, layout: str):
         return surrounded(q), surrounded(k), surrounded(v)
     if layout == "bshd":
         return tuple(surrounded(t, (0, 2, 1, 3)) for t in (q, k, v))
+    if layout == "aligned":
+        return tuple(surrounded(t, (0, 2, 1, 3), aligned=True) for t in (q, k, v))
     if layout == "last_sparse":
         return surrounded(q, last_step=2), surrounded(k, last_step=3), surrounded(v, (0, 1, 3, 2))
     if layout == "expanded":

@@ -44,6 +44,33 @@ def test_over_the_table(n):
     run(TABLE[n], deterministic=n % 2 == 1)
 
 
+# Tensors that TMA reads (the table's rows mostly start at other places), for the kernels for compute capability 9.0.
+ALIGNED = [
+    dataclasses.replace(c, layout="aligned")
+    for c in (
+        cases.Case(2, 4, 2, 200, 333, 40, 64, torch.float16, "causal & padding"),
+        cases.Case(2, 2, 1, 150, 300, 128, 111, torch.bfloat16, "prefix", sinks=True),
+        cases.Case(1, 2, 1, 300, 200, 64, 64, torch.bfloat16, "none"),  # three query tiles
+        cases.Case(1, 2, 2, 260, 150, 80, 128, torch.float16, "window & left_padding"),
+        cases.Case(1, 2, 1, 130, 90, 256, 200, torch.bfloat16, "causal"),
+        cases.Case(1, 2, 1, 130, 200, 192, 128, torch.bfloat16, "causal & padding"),
+        cases.Case(2, 4, 2, 140, 140, 64, 64, torch.bfloat16, "documents & causal", "1,H,Sq,Sk", dropout_p=0.2, softcap=5.0),
+        cases.Case(1, 2, 1, 70, 130, 128, 128, torch.float16, "dense_bh", "B,1,1,Sk", sinks=True),
+        cases.Case(1, 2, 2, 70, 130, 192, 128, torch.float16, "causal", "alibi", dropout_p=0.2),
+        cases.Case(2, 8, 2, 3, 600, 64, 64, torch.bfloat16, "causal"),
+        cases.Case(1, 12, 2, 11, 1100, 128, 128, torch.bfloat16, "window & padding"),
+        cases.Case(2, 6, 2, 1, 700, 192, 128, torch.float16, "padding", sinks=True),
+        cases.Case(1, 8, 1, 5, 300, 64, 64, torch.bfloat16, "dense_b1", softcap=3.0),
+    )
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "deterministic"])
+@pytest.mark.parametrize("c", ALIGNED, ids=lambda c: c.id)
+def test_aligned_rows(c, deterministic):
+    run(c, deterministic)
+
+
 # One case per compiled kernel: what `plain` allows, and what only the general kernels do, at every head size of the tables.
 @pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "deterministic"])
 @pytest.mark.parametrize("kind", ["plain", "general"])

@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
+  if (block_row >= sequence.Sq) return;
   if (group > 0) {
     const int warp = thread / 32 - 4;
     warp_span<C::kRows>(p.mask, sequence, block_row + warp * C::kRows, ranges + warp * C::kRows, spans + warp, lane);
@@ -208,18 +209,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (group == 0) {
     give_registers<24>();
     if (thread != 0 || tile >= tile_end) return;
+    const int first_key = int(sequence.first_key), batch = p.q_starts ? 0 : b;
     mbarrier_arrive_expect(query_full, C::kQueryBytes);
-    load_boxes<C::kBlockM, C::kColumns>(query_at, &maps.q, query_full, block_row, h, b);
+    load_boxes<C::kBlockM, C::kColumns>(query_at, &maps.q, query_full, int(sequence.first_query) + block_row, h, batch);
     RingPlace<C::kStages> at;
     for (; tile < tile_end; ++tile, at.next()) {
       mbarrier_wait(keys_empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(keys_full(at.stage), C::kTileBytes);
       load_boxes<C::kBlockN, C::kColumns>(keys_at + at.stage * C::kTileBytes, &maps.k, keys_full(at.stage),
-                                          tile * C::kBlockN, hk, b);
+                                          first_key + tile * C::kBlockN, hk, batch);
       mbarrier_wait(values_empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(values_full(at.stage), C::kTileBytes);
       load_boxes<C::kBlockN, C::kColumns>(values_at + at.stage * C::kTileBytes, &maps.v, values_full(at.stage),
-                                          tile * C::kBlockN, hk, b);
+                                          first_key + tile * C::kBlockN, hk, batch);
     }
     return;
   }
@@ -339,9 +341,9 @@ void launch_attention_fwd_sm90(const char* name, AttentionForwardLaunch p, cudaS
   auto kernel = attention_fwd_sm90<T, C>;
   p.query_tiles = int((p.Sq + C::kBlockM - 1) / C::kBlockM);
   AttentionForwardMaps maps;
-  maps.q = tensor_map<T>(p.q, {p.B, p.H, p.Sq, p.D}, C::kBlockM);
-  maps.k = tensor_map<T>(p.k, {p.B, p.Hk, p.Sk, p.D}, C::kBlockN);
-  maps.v = tensor_map<T>(p.v, {p.B, p.Hk, p.Sk, p.Dv}, C::kBlockN);
+  maps.q = tensor_map<T>(p.q, query_sizes(p, p.D), C::kBlockM);
+  maps.k = tensor_map<T>(p.k, key_sizes(p, p.D), C::kBlockN);
+  maps.v = tensor_map<T>(p.v, key_sizes(p, p.Dv), C::kBlockN);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), name);
   kernel<<<grid_size(p.query_tiles * p.splits * p.B * p.H, name), C::kThreads, C::kSharedBytes, stream>>>(p, maps);
   check(cudaGetLastError(), name);

@@ -15,6 +15,17 @@
 
 namespace mha::cuda {
 
+// The sizes of q (or dout), and of k or v, as TMA sees them: packed sequences are one long sample.
+inline std::array<int64_t, 4> query_sizes(const AttentionProblem& p, int64_t columns) {
+  if (p.q_starts) return {1, p.H, p.rows_stride_h, columns};
+  return {p.B, p.H, p.Sq, columns};
+}
+
+inline std::array<int64_t, 4> key_sizes(const AttentionProblem& p, int64_t columns) {
+  if (p.q_starts) return {1, p.Hk, p.packed_keys, columns};
+  return {p.B, p.Hk, p.Sk, columns};
+}
+
 // Whether TMA can read t, [n0,n1,n2,n3] of 2-byte elements: where it starts and its strides are multiples of 16 bytes.
 inline bool tma_reads(const Tensor4& t, const std::array<int64_t, 4>& size) {
   bool fits = reinterpret_cast<std::size_t>(t.data) % 16 == 0;
