@@ -30,6 +30,9 @@ def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any 
     Mixing heads is a product over H for each pair; backward repeats it and has two products more.
     """
     given = dict(zip(names, args))
+    if "block_table" in given:  # attention_cached
+        keys = given["k"].shape[2] * (1 if given["block_table"] is None else given["block_table"].shape[1])
+        return 2 * given["q"].shape[:3].numel() * keys * (given["q"].shape[3] + given["v"].shape[3])
     if "qkv" in given:
         given.update(zip("qkv", _ops.packed_slices(given["qkv"], given["num_heads"])))
     q, v = given["q"], given["v"]
@@ -40,7 +43,8 @@ def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any 
     return 2 * pairs * (q.shape[3] + v.shape[3] + mixes)
 
 
-for _name in (f"attention_{kind}{way}" for kind in ("", "mixed_", "packed_") for way in ("fwd", "bwd")):
+_NAMES = (f"attention_{kind}{way}" for kind in ("", "mixed_", "packed_") for way in ("fwd", "bwd"))
+for _name in (*_NAMES, "attention_cached"):
     _op = getattr(torch.ops.mha_ext, _name)
     _names = [argument.name for argument in _op.default._schema.arguments]
     register_flop_formula(_op, get_raw=True)(functools.partial(_attention_flops, _names, _name.endswith("_bwd")))

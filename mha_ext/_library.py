@@ -31,7 +31,7 @@ if build_info["cuda"] and torch.version.cuda is not None:
     with contextlib.suppress(ImportError):  # not built where other architectures were asked for
         from . import _C_cuda_sm90
 
-        _C_cuda.use_sm90(_C_cuda_sm90.kernels())  # type: ignore[attr-defined]
+        _C_cuda.use_sm90(_C_cuda_sm90.kernels())
 
 library = torch.library.Library("mha_ext", "FRAGMENT")
 library.define(
@@ -57,7 +57,7 @@ def attention_kernels(deterministic: bool, *arguments: Any) -> tuple[tuple[str, 
         with torch.no_grad():
             torch.ops.mha_ext.attention_fwd(*arguments)
     finally:
-        kernels: tuple[tuple[str, str | None], tuple[str, str | None]] = _C_cuda.noted_kernels()
+        kernels = _C_cuda.noted_kernels()
     return kernels
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, biases, masks
-from .functional import score_arguments
+from .functional import LOG_PLANS, log_plan, score_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,8 +76,8 @@ def attention_cached(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
-    given = (q, k, v, bias, sinks, k_scale, v_scale)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
+    tensors = (q, k, v, bias, sinks, k_scale, v_scale)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise ValueError(
             "attention_cached was given a tensor that requires grad; accepted: calls under torch.no_grad() or "
             "torch.inference_mode(): attention has gradients."
@@ -85,11 +85,15 @@ def attention_cached(
     _check(q, k, v, block_table)
     page_size, Sk = (0, k.shape[2]) if block_table is None else (k.shape[2], block_table.shape[1] * k.shape[2])
     (B, H, Sq), device = q.shape[:3], q.device
+    given = q, k, v, mask, bias
     args = masks.lower(mask, B, H, Sq, Sk, device)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if softcap != 0.0:
         _checks.softcap(softcap)
     k_scale, v_scale = (_scale(x, n, k) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
+    if LOG_PLANS:
+        lowered = bias, args, sinks, None, (scale, softcap, 0.0)
+        log_plan("attention_cached", given, (q, k, v), lowered, Sk=Sk)
     out, lse = _ops.attention_cached(
         q, k, v, block_table, k_scale, v_scale, page_size, bias, *args, sinks, scale, softcap
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _checks, _ops, biases, masks
 from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
+from .masks.base import offset_of
 
 _ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 
@@ -107,86 +108,145 @@ def explain(
     )
     if dropout_p != 0.0 and rng_state is not None:
         _checks.rng_state(rng_state, q.device)
-    (B, H, Sq, D), (Hk, Sk), Dv = q.shape, k.shape[1:3], v.shape[3]
-    op = "attention_fwd" if mixes is None else "attention_mixed_fwd"
-    threads, kernel, refusals, numbers = 1, f"{op} on {q.device.type}", {}, {}
-    if q.device.type == "cpu":
-        threads = torch.get_num_threads()
-        sizes = B, H, Hk, Sq, Sk, D, Dv
-        plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, mixes is not None, threads)
-        kernel = f"{op} on the CPU, {_ops.cpu_isa()}, products in {plan['arithmetic']}"
-        refusals = _cpu_refusals()
-        numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
-        for name in ("tasks", "workspace"):
-            numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
-    elif q.device.type == "cuda" and mixes is None:
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropout_p != 0.0 else None
-        chosen = _ops.attention_kernels(
-            deterministic, q, k, v, added, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, state, False, False
-        )
-        kernel = " and ".join(name for name, _ in chosen)
-        refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
-    if mixes is not None:
+    numbers = scale, softcap, dropout_p
+    return plan_of(
+        Call("attention", given, (q, k, v), mask, bias, added, args, sinks, mixes, numbers, deterministic, return_weights)
+    )
+
+
+@dataclass
+class Call:
+    """A call of one of the functions of attention, its arguments checked and lowered."""
+
+    name: str
+    given: tuple[Tensor, Tensor, Tensor]  # q, k, v of the user
+    heads: tuple[Tensor, Tensor, Tensor]  # [B,H,Sq,D], ... of the op; of packed sequences [1,H,T,D]
+    mask: masks.Mask | Tensor | None  # of the user
+    bias: Tensor | biases.Bias | None  # of the user
+    added: Tensor | None  # the bias of the op
+    args: masks.MaskArgs
+    sinks: Tensor | None
+    mixes: Any
+    numbers: tuple[float, float, float]  # scale, softcap, dropout_p
+    deterministic: bool | None = None
+    return_weights: bool = False
+    packed: Any = NOT_PACKED
+    Sk: int | None = None  # where k and v are pages
+
+    def sizes(self) -> tuple[int, int, int]:
+        """B, Sq, Sk; of packed sequences their number, and bounds of their lengths"""
+        q, k, _ = self.heads
+        if self.packed[0] is not None:
+            return len(self.packed[0]) - 1, *self.packed[2:4]
+        return q.shape[0], q.shape[2], k.shape[2] if self.Sk is None else self.Sk
+
+    def lengths(self) -> tuple[Tensor, Tensor] | None:
+        """Of packed sequences"""
+        return None if self.packed[0] is None else (self.packed[0].diff(), self.packed[1].diff())
+
+    def __str__(self) -> str:
+        (q, k, v), (B, Sq, Sk) = self.given, self.sizes()
+        words = f"{self.name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(self.heads[0].dtype)} on {q.device}"
+        if self.packed[0] is not None:
+            words += f", {B} sequences of up to {Sq} queries and {Sk} keys"
+        elif self.Sk is not None:
+            words += f", up to {Sk} keys in {name_of(k.dtype)}"
+        words += f", mask {_describe(self.mask)}" if self.mask is not None else ""
+        bias = text(self.bias.shape) if isinstance(self.bias, Tensor) else repr(self.bias)
+        return words + (f", bias {bias}" if self.bias is not None else "")
+
+
+def plan_of(call: Call) -> Plan:
+    """What the call will do. It may look at values."""
+    q, k, v = call.heads
+    (B, Sq, Sk), H, D, Dv = call.sizes(), q.shape[1], q.shape[3], v.shape[3]
+    mixes = [x for x in call.mixes or () if x is not None]
+    dropped = call.numbers[2] != 0.0
+    kernel, threads, refusals, numbers = _kernel(call)
+    if mixes:
         refusals["attention_fwd"] = (
             "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
         )
-    pairs, exact = _visible_pairs(args, B, Sq, Sk)
-    copies, copied = _copies(given, (q, k, v))
-    statistics = 2 * B * H * Sq * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
-    output = B * H * Sq * Dv * q.element_size() + statistics
-    if return_weights:
-        output += B * H * Sq * Sk * q.element_size()
-    inputs = (q, k, v, added, sinks, *(mixes or ()), *args[:6])
-    work = 2 * H * (D + Dv + H * sum(x is not None for x in mixes or ()))  # of one pair of query and key
+    lengths = call.lengths()
+    pairs, exact = _visible_pairs(call.args, B, Sq, Sk, lengths)
+    all_pairs = B * Sq * Sk if lengths is None else int((lengths[0] * lengths[1]).sum())
+    copies, copied = _copies(call.given, call.heads)
+    rows = q.shape[0] * H * q.shape[2]
+    statistics = 2 * rows * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
+    output = rows * Dv * q.element_size() + statistics
+    if call.return_weights:
+        output += rows * Sk * q.element_size()
+    inputs = q, call.added, call.sinks, *mixes, *call.args[:6]
+    keys = _bytes(k) + _bytes(v) if call.Sk is None else B * k.shape[1] * Sk * (D + Dv) * k.element_size()
+    work = 2 * H * (D + Dv + H * len(mixes))  # of one pair of query and key
+    used = {"dropout_p": dropped, "return_weights": call.return_weights, "pre_mix, post_mix": bool(mixes)}
     return Plan(
-        call=f"attention of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(q.dtype)} on {q.device}"
-        + (f", mask {_describe(mask)}" if mask is not None else "")
-        + (f", bias {text(bias.shape) if isinstance(bias, Tensor) else bias!r}" if bias is not None else ""),
+        call=str(call),
         kernel=kernel,
         threads=threads,
         refusals=refusals,
         copies=copies,
         flops=work * pairs,
-        flops_dense=work * B * Sq * Sk,
+        flops_dense=work * all_pairs,
         flops_exact=exact,
-        bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + output,
+        bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + keys + output,
         memory=output + copied + numbers.get("workspace", (0,))[0],
-        memory_unfused=4 * B * H * Sq * Sk,
-        advice=_advice(given, args, added, Sq, Sk, return_weights),
-        combinations=[
-            f"{what} with {other}: {why}"
-            for what, other, why in REFUSED
-            if {"dropout_p": dropout_p != 0.0, "return_weights": return_weights, "pre_mix, post_mix": mixes is not None}.get(what)
-        ],
+        memory_unfused=4 * H * all_pairs,
+        advice=_advice(call.given, call.args, call.added, Sq, Sk, call.return_weights),
+        combinations=[f"{what} with {other}: {why}" for what, other, why in REFUSED if used.get(what)],
         **numbers,
     )
+
+
+def _kernel(call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
+    """(kernel, threads, refusals, the numbers of Plan that the CPU kernels have)"""
+    q, k, v = call.heads
+    op = "attention_cached" if call.name == "attention_cached" else "attention_mixed_fwd" if call.mixes else "attention_fwd"
+    scale, softcap, dropout_p = call.numbers
+    numbers = {}
+    if q.device.type == "cpu":
+        threads, kernel, refusals = torch.get_num_threads(), f"{op} on the CPU, {_ops.cpu_isa()}", _cpu_refusals()
+        if op != "attention_cached":
+            B, Sq, Sk = call.sizes() if call.packed[0] is None else (1, *call.packed[2:4])  # one sequence at a time
+            sizes = B, q.shape[1], k.shape[1], Sq, Sk, q.shape[3], v.shape[3]
+            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, bool(call.mixes), threads)
+            kernel += f", products in {plan['arithmetic']}"
+            numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
+            for name in ("tasks", "workspace"):
+                numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
+        return kernel, threads, refusals, numbers
+    if q.device.type == "cuda" and op == "attention_fwd":
+        deterministic = call.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropout_p != 0.0 else None
+        chosen = _ops.attention_kernels(
+            deterministic, q, k, v, call.added, *call.args, *call.packed, call.sinks, scale, softcap, dropout_p, state,
+            False, False,
+        )  # fmt: skip
+        refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
+        return " and ".join(name for name, _ in chosen), 1, refusals, numbers
+    return f"{op} on {q.device.type}", 1, {}, numbers
 
 
 _logged: set[tuple[Any, ...]] = set()
 
 
-def log(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-    """Prints the plan of a call of attention to stderr, once for each kind of call; MHA_EXT_LOG=1 has attention do so.
+def log(call: Call) -> None:
+    """Prints the plan of a call to stderr, once for each kind of call; MHA_EXT_LOG=1 has all functions of attention do so.
 
     Not for what has no values to look at: tensors that are traced, transformed, sharded, or part of a captured CUDA graph.
     """
-    tensors = (q, k, v)
-    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors) or _ops.transforms_active():
+    q = call.heads[0]
+    if _ops.transforms_active() or not all(type(x) in (Tensor, torch.nn.Parameter) for x in call.given):
         return
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    others = tuple(text(x.shape) if isinstance(x, Tensor) else repr(x) for x in arguments.values())
-    call = (
-        *((x.shape, x.stride(), x.dtype, x.device) for x in tensors),
-        others,
-        torch.is_autocast_enabled(q.device.type),
-    )
-    if call not in _logged:
-        plan = explain(*tensors, **arguments)  # raises what attention raises
-        _logged.add(call)
-        print(f"mha_ext: {plan}", file=sys.stderr, flush=True)
+    strides = tuple(x.stride() for x in call.given)
+    kind = str(call), strides, call.numbers[2], call.return_weights, bool(call.mixes), torch.is_autocast_enabled(q.device.type)
+    if kind not in _logged:
+        _logged.add(kind)
+        print(f"mha_ext: {plan_of(call)}", file=sys.stderr, flush=True)
 
 
 def _cpu_refusals() -> dict[str, str]:
@@ -201,7 +261,7 @@ def _cpu_refusals() -> dict[str, str]:
 def _copies(given: Any, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
     copies, size = [], 0
     for name, x, y in zip("qkv", given, used):
-        if y is not x:
+        if y.dtype != x.dtype:
             copies.append(f"{name}: autocast from {name_of(x.dtype)} to {name_of(y.dtype)}")
             size += y.numel() * y.element_size()
         if y.stride(-1) != 1 and y.shape[-1] > 1:
@@ -210,10 +270,16 @@ def _copies(given: Any, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
     return copies, size
 
 
-def _visible_pairs(args: masks.MaskArgs, B: int, Sq: int, Sk: int) -> tuple[int, bool]:
+def _visible_pairs(
+    args: masks.MaskArgs, B: int, Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None
+) -> tuple[int, bool]:
     """How many (batch, query, key) triples bands and intervals leave, and whether nothing else hides any."""
-    i = torch.arange(Sq)[None]
-    begin, end, o = torch.zeros(1, Sq, dtype=torch.int64), torch.full((1, Sq), Sk), Sk - Sq
+    if lengths is not None:
+        lengths = lengths[0].cpu(), lengths[1].cpu()
+    i, o = torch.arange(Sq)[None], offset_of(Sq, Sk, lengths)
+    begin, end = torch.zeros(1, Sq, dtype=torch.int64), torch.full((1, Sq), Sk)
+    if lengths is not None:
+        end = torch.where(i < lengths[0][:, None], lengths[1][:, None], 0)
     if args.left is not None:
         begin = begin.maximum(i + (o - args.left))
     if args.right is not None:

@@ -119,14 +119,13 @@ def attention(
             pre_mix=pre_mix, post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_lse=return_lse,
             return_weights=return_weights,
         )  # fmt: skip
-    if LOG_PLANS and not torch.compiler.is_compiling():
-        from .explain import log
-
-        mixes = {"pre_mix": pre_mix, "post_mix": post_mix}
-        log(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, sinks=sinks, return_weights=return_weights, **mixes)
+    given = q, k, v, mask, bias
     q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )
+    if LOG_PLANS:
+        lowered = bias, args, sinks, mixes, (scale, softcap, dropout_p), deterministic
+        log_plan("attention", given, (q, k, v), lowered, return_weights=return_weights)
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -135,6 +134,14 @@ def attention(
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
     return (out, weights) if return_weights else out
+
+
+def log_plan(name: str, given: Any, heads: Any, lowered: Any, **more: Any) -> None:
+    """Prints the plan of a call, once for each kind; see explain.Call. given: (q, k, v, mask, bias) of the user."""
+    if not torch.compiler.is_compiling():
+        from .explain import Call, log
+
+        log(Call(name, given[:3], heads, *given[3:], *lowered, **more))
 
 
 def attention_arguments(

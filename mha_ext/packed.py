@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _packed, biases, masks
-from .functional import _autocast, _rng_state, attention, attention_arguments
+from .functional import LOG_PLANS, _autocast, _rng_state, attention, attention_arguments, log_plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -95,9 +95,13 @@ def attention_qkvpacked(
             return_weights=return_weights,
         )  # fmt: skip
         return (found[0].transpose(1, 2), *found[1:]) if isinstance(found, tuple) else found.transpose(1, 2)
+    given = q, k, v, mask, bias
     q, k, v, bias, args, scale, sinks, _ = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, None, None, deterministic
     )
+    if LOG_PLANS:
+        lowered = bias, args, sinks, None, (scale, softcap, dropout_p), deterministic
+        log_plan("attention_qkvpacked", given, (q, k, v), lowered)
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

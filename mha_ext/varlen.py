@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, biases, masks, nested
-from .functional import _autocast, _rng_state, attention_op, dtensor_rules, mix_arguments, score_arguments
+from .functional import (
+    LOG_PLANS,
+    _autocast,
+    _rng_state,
+    attention_op,
+    dtensor_rules,
+    log_plan,
+    mix_arguments,
+    score_arguments,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,6 +117,7 @@ def attention_packed(
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = ", ".join(_checks.text(x.shape) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; accepted: packed q [Tq,H,D], k [Tk,Hk,D], v [Tk,Hk,Dv].")
+    given = q, k, v, mask, bias
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -131,6 +141,9 @@ def attention_packed(
     _checks.flag("deterministic", deterministic)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if LOG_PLANS:
+        lowered = bias, args, sinks, mixes, (scale, softcap, dropout_p), deterministic
+        log_plan("attention_varlen", given, (q, k, v), lowered, packed=(*starts, *longest))
     if _checks.is_dtensor(q):
         args, bias, sinks, *starts = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *starts)
     modifiers = bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic

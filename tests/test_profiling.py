@@ -67,6 +67,27 @@ def test_packed_sequences_count_each_sequence():
     assert counted(lambda q, k, v: mha_ext.attention_varlen(q, k, v, starts_q, starts_k), q, k, v) == expected
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_attention_of_a_cache_is_counted(paged):
+    q, k, v = qkv(grad=False)
+    table = None
+    if paged:  # 5 pages of 6 keys for each sequence
+        k, v = (x.unflatten(2, (5, 6)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v))
+        table = torch.arange(10).view(2, 5)
+    attend = lambda q, k, v: mha_ext.attention_cached(q, k, v, block_table=table)
+    assert counted(attend, q, k, v, backward=False) == 2 * B * H * Sq * Sk * (D + Dv)
+
+
+def test_every_op_with_matrix_products_is_counted():
+    """Of the ops, only these have none."""
+    from torch.utils.flop_counter import flop_registry
+
+    without = {"masked_softmax_fwd", "masked_softmax_bwd", "split_heads", "dropout_mask", "draw_rng_state"}
+    ops = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mha_ext::")}
+    missing = {name for name in ops if getattr(torch.ops.mha_ext, name) not in flop_registry}
+    assert missing == without
+
+
 def test_modules_and_head_mixing_are_counted():
     layer = mha_ext.nn.SelfAttention(32, 4)
     x = torch.randn(2, 10, 32)
@@ -95,6 +116,13 @@ for length in (9, 9, 5):
     mha_ext.attention(q, q, q, mask=masks.Causal() & masks.Padding(torch.tensor([length])))
     mha_ext.attention(q, q[:, :, :7], q[:, :, :7])
 mha_ext.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+for _ in range(2):
+    starts = torch.tensor([0, 2, 2, 9])
+    mha_ext.attention_varlen(*[q[0].transpose(0, 1)] * 3, starts, starts, mask=masks.Causal())
+    mha_ext.attention_qkvpacked(torch.randn(1, 9, 3, 2, 8), dropout_p=0.5)
+    with torch.no_grad():
+        mha_ext.attention_cached(q, q[:, :, :4], q[:, :, :4])
+        mha_ext.attention_cached(q, *[torch.zeros(5, 2, 4, 8)] * 2, block_table=torch.tensor([[0, 3]]))
 torch.vmap(mha_ext.attention)(q[None], q[None], q[None])
 torch.compile(mha_ext.attention, backend="eager", fullgraph=True)(q[:, :, :3], q, q)
 try:
@@ -104,14 +132,21 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize("value,plans", [("1", 3), ("0", 0), (None, 0)])
+@pytest.mark.parametrize("value,plans", [("1", 7), ("0", 0), (None, 0)])
 def test_log_prints_each_plan_once(value, plans):
     environment = {name: x for name, x in os.environ.items() if name != "MHA_EXT_LOG"}
     if value is not None:
         environment["MHA_EXT_LOG"] = value
     command = [sys.executable, "-c", LOGGED]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stderr.count("mha_ext: attention of q") == plans
+    assert result.stderr.count("mha_ext: attention") == plans
     assert "[1,2,4,8]" in result.stdout
     if plans:
+        assert result.stderr.count("mha_ext: attention of q") == 3
         assert "Causal" in result.stderr and "k [1,2,7,8]" in result.stderr and "workspace" in result.stderr
+        assert "attention_varlen of q [9,2,8]" in result.stderr and "3 sequences of up to 7 queries and 7 keys" in result.stderr
+        assert "autocast" not in result.stderr
+        assert "attention_qkvpacked of q [1,2,9,8]" in result.stderr
+        assert "attention_cached of q [1,2,9,8], k [5,2,4,8]" in result.stderr and "up to 8 keys in float32" in result.stderr
+        pairs = 2 * (2 * 3 // 2 + 7 * 8 // 2) * 2 * 16  # of both heads, operations
+        assert f"{pairs / 1000:.3g} KFLOP forward" in result.stderr
