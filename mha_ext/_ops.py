@@ -246,6 +246,7 @@ def _callable(
     autograd.Function.apply that only torch.func needs (it inspects the signature), for another 15 us.
     """
     op = getattr(torch.ops.mha_ext, name).default
+    tensors = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
     torch.library.register_autograd(op.name(), backward, setup_context=setup, lib=library)
 
     def without_autograd(*args: Any) -> Any:
@@ -258,8 +259,8 @@ def _callable(
         if transforms_active() or forward_ad._current_level >= 0:
             return function.apply(*args)  # forward-mode differentiation is refused there, not ignored
         if torch.is_grad_enabled():
-            for x in args:
-                if isinstance(x, Tensor) and x.requires_grad:
+            for i in tensors:
+                if args[i] is not None and args[i].requires_grad:
                     return apply(*args)
         return without_autograd(*args)
 

@@ -13,9 +13,9 @@ template <class F>
 void for_each_positions(int64_t B, int64_t S, int64_t bytes_each, int64_t most, const Threads& threads, F f) {
   const int64_t positions = B * S, least = kHeadsTaskBytes / max64(1, bytes_each);
   const int64_t run = max64(max64(1, least), (positions + threads.count - 1) / threads.count);
-  for_each_thread(threads, int((positions + run - 1) / run), [&](int thread) {
-    const int64_t last = min64(positions, (thread + 1) * run);
-    for (int64_t n = thread * run; n < last;) {
+  for_each_task(threads, (positions + run - 1) / run, [&](int64_t task, int thread) {
+    const int64_t last = min64(positions, (task + 1) * run);
+    for (int64_t n = task * run; n < last;) {
       const int64_t s = n % S, count = min64(most, min64(last - n, S - s));
       f(n / S, s, count, thread);
       n += count;

@@ -3,34 +3,37 @@
 
 MHA_ISA_BEGIN
 
-// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread.
+// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread. Thread t begins with the t-th
+// of equal runs, so that calls of one shape after another find in its caches what it worked on before, and neighbours
+// stay together; who is done helps with the runs of others.
 template <class F>
 void for_each_task(const Threads& threads, int64_t tasks, F f) {
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  constexpr int kMostRuns = 64;
   struct Shared {
     F& f;
-    int64_t tasks;
-    std::atomic<int64_t> next;
-  } shared{f, tasks, {0}};
+    int runs;
+    Run run[kMostRuns];
+  } shared{f, int(min64(min64(threads.count, tasks), kMostRuns)), {}};
+  for (int i = 0; i < shared.runs; ++i) {
+    shared.run[i].next.store(tasks * i / shared.runs, std::memory_order_relaxed);
+    shared.run[i].end = tasks * (i + 1) / shared.runs;
+  }
   auto body = [](void* context, int thread) {
     Shared& s = *static_cast<Shared*>(context);
-    for (int64_t task; (task = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.f(task, thread);
+    for (int i = 0; i < s.runs; ++i) {
+      Run& run = s.run[(thread + i) % s.runs];
+      for (int64_t task; (task = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) s.f(task, thread);
+    }
   };
   const int count = int(min64(threads.count, tasks));
   if (count > 1)
     threads.run(count, body, &shared);
   else if (count == 1)
     body(&shared, 0);
-}
-
-// Calls f(thread) once for each thread in [0, count), count at most threads.count; a number means the same thread in
-// each call as far as the pool keeps to that.
-template <class F>
-void for_each_thread(const Threads& threads, int count, F f) {
-  auto body = [](void* context, int thread) { (*static_cast<F*>(context))(thread); };
-  if (count > 1)
-    threads.run(count, body, &f);
-  else if (count == 1)
-    body(&f, 0);
 }
 
 // Uninitialised memory on a 64-byte boundary.

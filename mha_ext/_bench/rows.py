@@ -101,8 +101,9 @@ def main_rows(full: bool) -> list[Row]:
             partial(main_case, shape, dtype, backward, full),
         )
         for shape in MAIN_SHAPES
-        for dtype in (FP32, BF16)
+        for dtype in (FP32, BF16, FP16)
         for backward in (False, True)
+        if full or not (dtype == FP16 and backward)  # SDPA's takes seconds
     ]
 
 
@@ -199,7 +200,7 @@ def decode_rows(full: bool) -> list[Row]:
     rows = [
         Row("decode", f"decode {s} {NAMES[dtype]} fwd", partial(decode_case, s, dtype))
         for s in (shape, one)
-        for dtype in (FP32, BF16)
+        for dtype in (FP32, BF16, FP16)
     ]
     name = f"decode {shape} bf16 fwd"
     rows.append(Row("decode", f"{name}: pages of 128", partial(cached_case, shape, BF16, None, 128)))
