@@ -41,11 +41,7 @@ class CachedOptions(ScoreOptions, total=False):
     v_scale: Tensor | None
 
 
-class RingOptions(TypedDict, total=False):
-    mask: masks.Mask | Tensor | None
-    scale: float | None
-    softcap: float
-    sinks: Tensor | None
+class RingOptions(ScoreOptions, total=False):
     layout: str
     deterministic: bool | None
     timeout: datetime.timedelta | None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from processes import Failed, Processes
 
-from mha_ext import masks
+from mha_ext import biases, masks
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
@@ -42,7 +42,7 @@ def parts_of(lengths, layout, n):
     return [torch.cat((runs[r], runs[2 * n - 1 - r])) for r in range(n)]
 
 
-def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0, with_sinks=False):
+def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0, with_sinks=False, bias_kind=None):
     from mha_ext.distributed import ring_attention
 
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -58,12 +58,24 @@ def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0, with_sinks=Fals
         cases.surrounded(x[:, :, at[rank]], order).requires_grad_() for x, at, order in zip((q, k, v), (at_q, at_k, at_k), orders)
     ]
     sinks = cases.randn(gen, H, dtype=dlse.dtype).requires_grad_() if with_sinks else None
-    out, lse = ring_attention(*local, mask=mask, layout=layout, softcap=softcap, sinks=sinks, return_lse=True)
+    bias = dense = None
+    wide = oracle.accumulate_dtype(dtype)
+    if bias_kind is not None:
+        shapes = {"alibi": (H,), "t5": (32, H), "rows": (1, H, Sq, 1), "keys": (B, 1, 1, Sk), "full": (1, H, Sq, Sk), "2d": (Sq, Sk)}
+        bias = cases.randn(gen, *shapes[bias_kind], dtype=dtype if bias_kind == "full" else wide)
+    mine, of_whole, local_bias = at_q[rank], {"alibi": biases.ALiBi, "t5": biases.T5Relative}.get(bias_kind), None
+    if of_whole is not None:
+        dense = lambda parameter: of_whole(parameter).to_dense(Sq, Sk)[None]
+    if bias is not None:
+        parameter = bias.clone() if of_whole or bias.shape[-2] == 1 else cases.surrounded(bias[..., mine, :])
+        leaf = parameter.requires_grad_()
+        local_bias = of_whole(leaf) if of_whole else leaf
+    options = {"softcap": softcap, "sinks": sinks, "bias": local_bias, "return_lse": True}
+    out, lse = ring_attention(*local, mask=mask, layout=layout, **options)
     assert out.dtype == dtype and lse.dtype == dlse.dtype
     if out.numel():
         assert out.transpose(1, 2).is_contiguous()  # as q lies in memory
-    mine = at_q[rank]
-    leaves = local + ([sinks] if with_sinks else [])
+    leaves = local + ([sinks] if with_sinks else []) + ([leaf] if bias is not None else [])
     gradients = torch.autograd.grad((out, lse), leaves, (dout[:, :, mine], dlse[:, :, mine].masked_fill(lse.isinf(), 0)))
     everyone = [None] * n
     dist.all_gather_object(everyone, [x.detach() for x in (out, lse, *gradients)])
@@ -71,13 +83,19 @@ def ring(lengths_q, lengths_k, layout, kind, dtype, softcap=0.0, with_sinks=Fals
         return
     found = {}
     if with_sinks:
-        found["sinks"] = torch.stack([x[-1] for x in everyone]).sum(0)
+        found["sinks"] = torch.stack([x[5] for x in everyone]).sum(0)
+    if bias is not None:
+        parts = [x[-1] for x in everyone]
+        if of_whole or bias.shape[-2] == 1:
+            found["bias"] = torch.stack(parts).sum(0)
+        else:
+            found["bias"] = torch.full_like(bias, torch.nan).index_copy_(-2, torch.cat(at_q), torch.cat(parts, -2))
     for name, parts, at in zip(("out", "lse", "q", "k", "v"), zip(*everyone), (at_q, at_q, at_q, at_k, at_k)):
         whole = torch.full((*parts[0].shape[:2], sum(map(len, at)), *parts[0].shape[3:]), torch.nan, dtype=parts[0].dtype)
         for part, positions in zip(parts, at):
             whole[:, :, positions] = part
         found[name] = whole
-    truth = oracle.truths(q, k, v, dout=dout, dlse=dlse, seen=seen, softcap=softcap, sinks=sinks)
+    truth = oracle.truths(q, k, v, dout=dout, dlse=dlse, seen=seen, softcap=softcap, sinks=sinks, bias=bias, dense_bias=dense)
     oracle.check(found, truth)
 
 
@@ -108,6 +126,14 @@ def test_sinks(processes, kind):
     """Also where every key of a row is hidden: then the sink has all the weight."""
     for dtype in cases.DTYPES:
         processes[4].run(ring, 133, 133, "zigzag", kind, dtype, 0.0, True)
+
+
+@pytest.mark.parametrize("bias", ["alibi", "t5", "rows", "keys", "full", "2d"])
+def test_biases(processes, bias):
+    """Of distances in the whole sequence, and of a process's queries and all keys; with gradients."""
+    for index, (n, arguments) in enumerate([(2, LENGTHS[2][3]), (2, LENGTHS[2][2]), (4, LENGTHS[4][1]), (4, LENGTHS[4][3])]):
+        kind = ["none", "causal & padding", "window_left"][index % 3]
+        processes[n].run(ring, *arguments, kind, cases.DTYPES[index], 0.0, index == 1, bias)
 
 
 def tensors(length=6, **options):
@@ -194,6 +220,8 @@ def refused(message, changes, error=ValueError):
     ("differ in need of gradients", {0: ({"requires_grad": True}, {})}),
     ("differ in scale", {1: ({}, {"scale": 0.1})}),
     ("differ in layout", {1: ({}, {"layout": "zigzag"})}),
+    ("differ in bias", {1: ({}, {"bias": torch.zeros(6, 1)}), 0: ({}, {"bias": torch.zeros(6, 12)})}),
+    (r"bias has shape .1,1,6,6. and the keys of all processes are 12", {r: ({}, {"bias": torch.zeros(6, 6)}) for r in (0, 1)}),
     ("differ in mask", {1: ({}, {"mask": masks.Window(3, 0)}), 0: ({}, {"mask": masks.Window(2, 0)})}),
     (r"lengths \[6,7\]; accepted in the layout 'zigzag': \[7,6\]", {r: ({"length": 6 + r}, {"layout": "zigzag"}) for r in (0, 1)}),
     ("Documents was given ids of shape .1,6.", {r: ({}, {"mask": masks.Documents(torch.zeros(1, 6, dtype=torch.int64))}) for r in (0, 1)}),

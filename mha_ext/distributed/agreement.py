@@ -12,7 +12,7 @@ import torch.distributed as dist
 # In this order; numbers are compared and shown, other values are compared by checksum.
 FIELDS = (
     "batch size", "number of query heads", "number of key/value heads", "query/key head size", "value head size", "dtype",
-    "need of gradients", "number of sinks", "scale", "softcap", "layout", "mask",
+    "need of gradients", "number of sinks", "scale", "softcap", "layout", "mask", "bias",
 )  # fmt: skip
 
 

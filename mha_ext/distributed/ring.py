@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _checks, _ops, masks
+from .. import _checks, _ops, biases, masks
 from ..functional import NOT_PACKED, attention_arguments
 from ..merge import weights_of_parts
 from .agreement import FIELDS, lengths_if_agreed, wait
-from .sequence import Piece, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
+from .sequence import Piece, bias_of_block, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,6 +52,7 @@ def ring_attention(
     group: dist.ProcessGroup | None = None,
     *,
     mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -74,8 +75,10 @@ def ring_attention(
         group: the processes; default all.
         mask: as in attention, of the whole sequence, with the same values on every process; Sq and Sk are the sums of the
             processes' lengths. Block-sparse masks are refused.
-        scale, softcap, sinks, deterministic, return_lse: as in attention. The gradient of the sinks is that of this
-            process's queries: sum it over the processes, like those of all parameters.
+        bias: a bias of the distance in the whole sequence, of mha_ext.biases; or a tensor for this process's queries and all
+            keys in their order, [Sq_local,Sk], or 4-d broadcastable to [B,H,Sq_local,Sk].
+        scale, softcap, sinks, deterministic, return_lse: as in attention. The gradients of sinks and of a bias are those of
+            this process's queries: sum them over the processes, like those of all parameters.
         layout: which positions a process has: "contiguous", a run each in the order of the ranks, or "zigzag" (see
             sequence_positions), which gives everybody the same work under a causal mask.
         timeout: how long to wait for the other processes, where the backend lets one call say so (gloo does); default
@@ -99,11 +102,13 @@ def ring_attention(
         if _checks.is_dtensor(q):
             raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
         lengths = q.shape[2], k.shape[2]
-        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        bias, known_bias = _check_bias(bias, q)
+        learned = bias._parameter() if isinstance(bias, biases.Bias) else bias
+        inputs = [x for x in (q, k, v, learned, sinks) if x is not None]
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
-        values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, len(inputs) - 3
-        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole))))
+        values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, sinks is not None
+        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole), known_bias)))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
     everyones = lengths_if_agreed(form, lengths, group, timeout)
@@ -112,8 +117,30 @@ def ring_attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     plan = _plan(ring, q, k, whole, everyones, layout, (scale, softcap, deterministic))
-    out, lse = _RingAttention.apply(q, k, v, sinks, plan)
+    out, lse = _RingAttention.apply(q, k, v, _bias_of_whole(bias, plan, q), sinks, plan)
     return (out, lse) if return_lse else out
+
+
+def _check_bias(bias: Tensor | biases.Bias | None, q: Tensor) -> tuple[Any, str]:
+    """(the bias, what all processes must say of theirs), as far as one process can know what fits."""
+    if bias is None or isinstance(bias, biases.Bias):
+        if bias is not None:
+            bias.lower(q.shape[1], 1, 1, q.dtype, q.device)
+        return bias, repr(bias)
+    keys = bias.shape[-1:].numel() if isinstance(bias, Tensor) else 0
+    return _checks.bias_tensor(bias, q.dtype, q.device, *q.shape[:3], keys), f"a tensor for {keys} keys"
+
+
+def _bias_of_whole(bias: Any, plan: _Plan, q: Tensor) -> Tensor | None:
+    """As the ops take it, of all distances, or of this process's queries and all keys."""
+    if isinstance(bias, biases.Bias):
+        return bias.lower(q.shape[1], plan.Sq, plan.Sk, _checks.accumulate_dtype(q.dtype), q.device)
+    if bias is not None and bias.shape[3] not in (1, plan.Sk):
+        raise ValueError(
+            f"bias has shape {_checks.text(bias.shape)} and the keys of all processes are {plan.Sk}; accepted: this process's "
+            f"queries and all keys, [B,H,{q.shape[2]},{plan.Sk}]."
+        )
+    return bias  # type: ignore[no-any-return]
 
 
 class _Ring:
@@ -150,7 +177,8 @@ class _Plan:
     ring: _Ring
     queries: list[Piece]  # of this process
     keys: list[list[Piece]]  # of each process
-    offset: int  # Sk - Sq of the whole
+    Sq: int  # of the whole
+    Sk: int
     mask: masks.MaskArgs  # of the whole
     steps: int
     numbers: tuple[float, float, bool]  # scale, softcap, deterministic
@@ -161,7 +189,7 @@ class _Plan:
     def blocks(self, source: int) -> Iterator[tuple[Piece, Piece, masks.MaskArgs]]:
         for queries in self.queries:
             for keys in self.keys[source]:
-                args = mask_of_block(self.mask, queries, keys, self.offset)
+                args = mask_of_block(self.mask, queries, keys, self.Sk - self.Sq)
                 if args is not None:
                     yield queries, keys, args
 
@@ -202,7 +230,7 @@ def _plan(
     args = masks.lower(mask, q.shape[0], q.shape[1], Sq, Sk, q.device)
     refuse_other_masks(args, mask)
     steps = 1 + last_step(_hashable(queries), _hashable(keys), Sk - Sq, args.left, args.right, args.top_left)
-    return _Plan(ring, queries[ring.rank], keys, Sk - Sq, args, steps, numbers)
+    return _Plan(ring, queries[ring.rank], keys, Sq, Sk, args, steps, numbers)
 
 
 def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
@@ -212,10 +240,10 @@ def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
-        out, lse, rest = _forward(plan, q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, rest)
+        out, lse, rest = _forward(plan, q, k, v, bias, sinks)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, rest)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -224,14 +252,19 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError("ring_attention is differentiable once; call backward without create_graph=True.")
-        q, k, v, sinks, out, lse, rest = ctx.saved_tensors
+        q, k, v, bias, sinks, out, lse, rest = ctx.saved_tensors
         # Even where no gradient came: the other processes wait for this one.
         dout = torch.zeros_like(out) if dout is None else dout
-        dsinks = _sinks_backward(sinks, dout, dlse, out, lse, rest) if ctx.needs_input_grad[3] else None
-        return *_backward(ctx.plan, dout, dlse, q, k, v, out, lse, rest), dsinks, None
+        dsinks = _sinks_backward(sinks, dout, dlse, out, lse, rest) if ctx.needs_input_grad[4] else None
+        accumulate = _checks.accumulate_dtype(q.dtype)
+        dbias = torch.zeros(bias.shape, dtype=accumulate, device=q.device) if ctx.needs_input_grad[3] else None
+        gradients = _backward(ctx.plan, dout, dlse, q, k, v, bias, out, lse, rest, dbias)
+        return *gradients, None if dbias is None else dbias.to(bias.dtype), dsinks, None
 
 
-def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, what rounding took from lse)."""
     accumulate = _checks.accumulate_dtype(q.dtype)
     out = _zeros_in_order_of(q, v.shape[3], accumulate)
@@ -242,8 +275,8 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
     for source, keys, values in plan.rotate(k, v):
         for rows, columns, args in plan.blocks(source):
             part = _ops.attention_fwd(
-                rows.of(q), columns.of(keys), columns.of(values), None, *args, *NOT_PACKED, None, scale, softcap, 0.0, None,
-                False, deterministic,
+                rows.of(q), columns.of(keys), columns.of(values), bias_of_block(bias, rows, columns, plan.Sq), *args,
+                *NOT_PACKED, None, scale, softcap, 0.0, None, False, deterministic,
             )[:3]  # fmt: skip
             sums = rows.of(out), rows.of(lse), rows.of(rest)
             if rows in begun:
@@ -261,9 +294,13 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
 
 
 def _backward(
-    plan: _Plan, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Tensor
+    plan: _Plan, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor,
+    lse: Tensor, rest: Tensor, dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Given the output and the lse of the whole, the gradients of each block are those of its part of the softmax."""
+    """Given the output and the lse of the whole, the gradients of each block are those of its part of the softmax.
+
+    That of the bias is added to dbias, where there is one.
+    """
     accumulate = _checks.accumulate_dtype(q.dtype)
     ring, (scale, softcap, deterministic) = plan.ring, plan.numbers
     dq = _zeros_in_order_of(q, q.shape[3], accumulate)
@@ -274,9 +311,11 @@ def _backward(
         for rows, columns, args in plan.blocks(source):
             gradients = _ops.attention_bwd(
                 rows.of(dout), None if dlse is None else rows.of(dlse), None, rows.of(q), columns.of(keys), columns.of(values),
-                rows.of(out), rows.of(lse), rows.of(rest), None, *args, *NOT_PACKED, None, scale, softcap, 0.0, None, False,
-                deterministic,
+                rows.of(out), rows.of(lse), rows.of(rest), bias_of_block(bias, rows, columns, plan.Sq), *args, *NOT_PACKED, None,
+                scale, softcap, 0.0, None, dbias is not None, deterministic,
             )  # fmt: skip
+            if dbias is not None:
+                bias_of_block(dbias, rows, columns, plan.Sq).add_(gradients[3])
             for total, gradient in zip((rows.of(dq), columns.of(dk), columns.of(dv)), gradients):
                 total.add_(gradient)
         if coming is not None:

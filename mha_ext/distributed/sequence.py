@@ -104,6 +104,18 @@ def mask_of_block(args: MaskArgs, queries: Piece, keys: Piece, offset: int) -> M
     )
 
 
+def bias_of_block(bias: Any, queries: Piece, keys: Piece, Sq: int) -> Any:
+    """A view of the part of a bias that is of these queries and keys. bias: of distances in the whole sequence, of which Sq
+    are queries, [1,H,Sq+Sk-1]; or of this process's queries and all keys."""
+    if bias is None:
+        return None
+    if bias.dim() == 3:  # key j of query i is number j - i + Sq - 1
+        first = keys.start - queries.start + Sq - queries.length
+        return bias.narrow(2, first, queries.length + keys.length - 1)
+    rows = bias if bias.shape[2] == 1 else queries.of(bias)
+    return rows if bias.shape[3] == 1 else rows.narrow(3, keys.start, keys.length)
+
+
 @functools.lru_cache(maxsize=64)
 def last_step(
     queries: tuple[tuple[Piece, ...], ...], keys: tuple[tuple[Piece, ...], ...], offset: int, left: int | None,
