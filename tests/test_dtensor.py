@@ -325,6 +325,63 @@ def test_tensor_parallel_modules(processes, n, options, sequence):
     processes[n].run(tensor_parallel, n, options, sequence)
 
 
+def cross_attention(n, layouts):
+    """x and context, each whole or a part of the sequence; as keywords too."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    options = {"context_dim": 10, "num_kv_heads": 4, "head_dim": 6, "qk_norm": True, "window": 9, "dtype": torch.float64}
+    torch.manual_seed(3)
+    alone = mha_ext.nn.CrossAttention(24, 8, **options)
+    model = mha_ext.nn.CrossAttention(24, 8, **options)
+    model.load_state_dict(alone.state_dict())
+    whole = [randn(2, S, 24).requires_grad_(), randn(2, 2 * S, 10, seed=1).requires_grad_()]
+    expected = alone(*whole)
+    wanted = torch.autograd.grad(expected.square().sum(), [*whole, *alone.parameters()])
+    layout = Shard(1) if layouts == "sequence" else Replicate()
+    style = mha_ext.distributed.HeadParallel(input_layouts=layout, output_layouts=layout)
+    model = parallelize_module(model, mesh_of(n), style)
+    cut = lambda x: x.detach().chunk(n, 1)[dist.get_rank()] if layouts == "sequence" else x.detach()
+    mine = [cut(x).requires_grad_() for x in whole]
+    out = model(mine[0], context=mine[1])
+    close(out, cut(expected))
+    out.square().sum().backward()
+    for x, gradient in zip(mine, wanted):
+        close(x.grad, cut(gradient))
+    gradients = dict(zip((name for name, _ in alone.named_parameters()), wanted[2:]))
+    for kind in ("weight", "bias"):
+        parts = gradients.pop(f"kv_proj.{kind}").chunk(2)
+        gradients |= {f"{name}_proj.{kind}": part for name, part in zip("kv", parts)}
+    close({name: full(p.grad) for name, p in model.named_parameters()}, gradients)
+    alone.load_state_dict({name: full(x) for name, x in model.state_dict().items()})
+    close(alone(*whole), expected)
+
+
+@pytest.mark.parametrize("n, layouts", [(2, "whole"), (4, "whole"), (2, "sequence")])
+def test_cross_attention_with_sharded_heads(processes, n, layouts):
+    processes[n].run(cross_attention, n, layouts)
+
+
+def by_hand(n):
+    """torch's own styles on the three projections are enough; on the packed one they are refused."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    alone, model = model_of(packed=False), model_of(packed=False)
+    plan = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"} | {"attention.out_proj": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh_of(n), plan)
+    data = [randn(2, S, 24, seed=i) for i in range(3)]
+    for a, b in zip(steps(alone, data), steps(model, data)):
+        close(b, a)
+    packed = parallelize_module(model_of()[0], mesh_of(n), {"attention.qkv_proj": ColwiseParallel()})
+    with pytest.raises(ValueError, match="qkv_proj gave .* of 16 heads; .*HeadParallel"):
+        packed(data[0])
+
+
+def test_projections_sharded_by_hand(processes):
+    processes[2].run(by_hand, 2)
+
+
 def decode_with_sharded_heads(n):
     from torch.distributed.tensor.parallel import parallelize_module
 

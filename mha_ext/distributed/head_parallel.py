@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ..nn import SelfAttention
+from ..nn import CrossAttention, SelfAttention
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "q_proj": ColwiseParallel,
@@ -29,7 +29,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 class HeadParallel(ParallelStyle):
-    """Shards a SelfAttention by heads over a mesh (Shoeybi et al., "Megatron-LM", 2019); for parallelize_module.
+    """Shards a SelfAttention or a CrossAttention by heads over a mesh (Shoeybi et al., "Megatron-LM", 2019); for parallelize_module.
 
     Query, key and value projections are sharded by rows, the output projection by columns. A packed projection is
     unpacked first, because a contiguous share of its rows is not a share of each part: parameters become q_proj, k_proj
@@ -37,12 +37,12 @@ class HeadParallel(ParallelStyle):
     biases that differ between heads must hold the heads of this process.
 
     Args:
-        input_layouts: how the input x [B,S,d_model] (a local tensor) is laid out: Replicate(), or Shard(1) for sequence
-            parallelism around the module. It is gathered.
+        input_layouts: how the input x [B,S,d_model], and the context, (local tensors) are laid out: Replicate(), or Shard(1)
+            for sequence parallelism around the module. They are gathered.
         output_layouts: how the output is to be laid out, likewise.
 
     Raises:
-        ValueError, TypeError: a module that is no SelfAttention, has parameters of other kinds, or key/value heads that
+        ValueError, TypeError: a module that is neither, has parameters of other kinds, or key/value heads that
             do not divide evenly among the processes.
     """
 
@@ -52,8 +52,10 @@ class HeadParallel(ParallelStyle):
         self.output_layouts = Replicate() if output_layouts is None else output_layouts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, SelfAttention):
-            raise TypeError(f"HeadParallel was given a {type(module).__name__}; accepted: mha_ext.nn.SelfAttention.")
+        if not isinstance(module, (SelfAttention, CrossAttention)):
+            raise TypeError(
+                f"HeadParallel was given a {type(module).__name__}; accepted: mha_ext.nn.SelfAttention and CrossAttention."
+            )
         if module.num_kv_heads % device_mesh.size():
             raise ValueError(
                 f"{module.num_kv_heads} key/value heads do not divide evenly among {device_mesh.size()} processes; "
@@ -71,11 +73,15 @@ class HeadParallel(ParallelStyle):
         )
 
         def gather_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Once for the three projections, so that backward sums their gradients before it communicates.
-            x = args[0] if args else kwargs.pop("x")
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, [self.input_layouts], run_check=False)
-            return (x.redistribute(placements=[Replicate()]), *args[1:]), kwargs
+            # Once for all projections, so that backward sums their gradients before it communicates.
+            given = list(args)
+            for name in ("x", "context")[len(args) : 2 if isinstance(module, CrossAttention) else 1]:
+                given.append(kwargs.pop(name))
+            for i, x in enumerate(given[: 2 if isinstance(module, CrossAttention) else 1]):
+                if not isinstance(x, DTensor):
+                    x = DTensor.from_local(x, device_mesh, [self.input_layouts], run_check=False)
+                given[i] = x.redistribute(placements=[Replicate()])
+            return tuple(given), kwargs
 
         module.register_forward_pre_hook(gather_input, with_kwargs=True)
         return module

@@ -128,7 +128,8 @@ def _check_bias(bias: Tensor | biases.Bias | None, q: Tensor) -> tuple[Any, str]
             bias.lower(q.shape[1], 1, 1, q.dtype, q.device)
         return bias, repr(bias)
     keys = bias.shape[-1:].numel() if isinstance(bias, Tensor) else 0
-    return _checks.bias_tensor(bias, q.dtype, q.device, *q.shape[:3], keys), f"a tensor for {keys} keys"
+    B, H, Sq = q.shape[:3]
+    return _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, keys), f"a tensor for {keys} keys"
 
 
 def _bias_of_whole(bias: Any, plan: _Plan, q: Tensor) -> Tensor | None:

@@ -22,6 +22,8 @@ class _Attention(nn.Module):
     post_mix: nn.Parameter | None
     head_mix: nn.Parameter | None
     sinks: nn.Parameter | None
+    packed_name: str  # of the packed projection
+    part_names: tuple[str, ...]  # of the projections that unpack() makes of it
 
     def __init__(
         self, d_model: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, bias: bool, qk_norm: bool, window: int | tuple[int | None, int | None] | None, causal: bool, dropout: float, softcap: float, factory: dict[str, Any]
@@ -49,6 +51,8 @@ class _Attention(nn.Module):
             self.register_parameter(name, None)
         self.q_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
+        self.head_shards = 1  # processes with an equal share of the heads each, see mha_ext.distributed.HeadParallel
+        self.register_load_state_dict_pre_hook(_load_either_packing)
 
     def _own_mask(self) -> m.Mask | None:
         if self.window is None:
@@ -88,6 +92,38 @@ class _Attention(nn.Module):
         if self.head_mix is not None:
             return self.out_proj(merge_heads(out, self.head_mix))
         return self.out_proj(out.transpose(1, 2).flatten(2))  # a view: out lies in memory as [B,Sq,H,D]
+
+    def unpack(self) -> None:
+        """Replaces the packed projection by one for each of its parts, with copies of its parameters: build optimizers
+        afterwards."""
+        whole = getattr(self, self.packed_name)
+        if whole is None:
+            return
+        weights = whole.weight.detach().split(self._rows())
+        biases = (None,) * len(weights) if whole.bias is None else whole.bias.detach().split(self._rows())
+        for name, weight, bias in zip(self.part_names, weights, biases):
+            part = nn.Linear(whole.in_features, weight.shape[0], bias=bias is not None, device="meta")
+            part.weight = nn.Parameter(weight.clone(), whole.weight.requires_grad)
+            if bias is not None:
+                part.bias = nn.Parameter(bias.clone(), whole.bias.requires_grad)
+            setattr(self, name, part.train(self.training))
+        setattr(self, self.packed_name, None)
+
+    def _rows(self) -> tuple[int, ...]:
+        """Rows of the parts of the packed projection."""
+        raise NotImplementedError
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """Heads [B,Hk or H,S,D] of each part of the projection, unpacked; sharded by heads, those of this process."""
+        return [getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for name in self.part_names]
+
+    def _check_shares(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads or k.shape[1] != v.shape[1]:
+            raise ValueError(
+                f"q_proj, k_proj, v_proj gave {q.shape[1]}, {k.shape[1]}, {v.shape[1]} heads of "
+                f"{self.num_heads}, {self.num_kv_heads}, {self.num_kv_heads}; accepted: the same share of each: "
+                "shard them over a number of processes that divides num_kv_heads."
+            )
 
     def extra_repr(self) -> str:
         text = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
@@ -129,6 +165,8 @@ class SelfAttention(_Attention):
     head_communication, [H,H] each, at first the identity; sinks [H], at first 0.
     """
 
+    packed_name, part_names = "qkv_proj", ("q_proj", "k_proj", "v_proj")
+
     def __init__(
         self,
         d_model: int,
@@ -157,15 +195,11 @@ class SelfAttention(_Attention):
         )
         self.qkv_proj: nn.Linear | None = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
         self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
-        self.head_shards = (
-            1  # processes that have an equal share of the heads each, see mha_ext.distributed.HeadParallel
-        )
         mixes = (("pre_mix", "post_mix") if talking_heads else ()) + (("head_mix",) if head_communication else ())
         for name in mixes:
             setattr(self, name, nn.Parameter(torch.eye(num_heads, **factory)))
         if sinks:
             self.sinks = nn.Parameter(torch.zeros(num_heads, **factory))
-        self.register_load_state_dict_pre_hook(_load_either_packing)
         if not packed:
             self.unpack()
 
@@ -173,20 +207,6 @@ class SelfAttention(_Attention):
         """Rows of the projections to queries, keys and values."""
         n, d = self.num_kv_heads, self.head_dim
         return self.num_heads * d, n * d, n * d
-
-    def unpack(self) -> None:
-        """Replaces qkv_proj by q_proj, k_proj and v_proj, with copies of its parameters: build optimizers afterwards."""
-        if self.qkv_proj is None:
-            return
-        weights = self.qkv_proj.weight.detach().split(self._rows())
-        biases = (None,) * 3 if self.qkv_proj.bias is None else self.qkv_proj.bias.detach().split(self._rows())
-        for name, weight, bias in zip(_PARTS, weights, biases):
-            part = nn.Linear(self.d_model, weight.shape[0], bias=bias is not None, device="meta")
-            part.weight = nn.Parameter(weight.clone(), self.qkv_proj.weight.requires_grad)
-            if bias is not None:
-                part.bias = nn.Parameter(bias.clone(), self.qkv_proj.bias.requires_grad)
-            setattr(self, name, part.train(self.training))
-        self.qkv_proj = None
 
     def forward(
         self,
@@ -272,13 +292,8 @@ class SelfAttention(_Attention):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads [B,H,S,D], [B,Hk,S,D] twice; with projections sharded by heads, those of this process."""
         if self.qkv_proj is None:
-            q, k, v = (self._heads(getattr(self, name)(x)) for name in _PARTS)
-            if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads or k.shape[1] != v.shape[1]:
-                raise ValueError(
-                    f"q_proj, k_proj, v_proj gave {q.shape[1]}, {k.shape[1]}, {v.shape[1]} heads of "
-                    f"{self.num_heads}, {self.num_kv_heads}, {self.num_kv_heads}; accepted: the same share of each: "
-                    "shard them over a number of processes that divides num_kv_heads."
-                )
+            q, k, v = self._parts(x)
+            self._check_shares(q, k, v)
             return q, k, v
         heads = self._all_heads(x).transpose(1, 2)
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -302,20 +317,16 @@ class SelfAttention(_Attention):
         options = self._options(mask, bias)
         return self.out_proj(attention_qkvpacked(self._all_heads(x), self.num_heads, **options).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B,heads,S,D]
 
-
-_PARTS = "q_proj", "k_proj", "v_proj"
-
-
-def _load_either_packing(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load_either_packing(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Makes the state dict of a packed module fit an unpacked one, and the other way round."""
     for kind in ("weight", "bias"):
-        whole, parts = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _PARTS]
-        if module.qkv_proj is None and whole in state_dict:
+        whole = f"{prefix}{module.packed_name}.{kind}"
+        parts = [f"{prefix}{name}.{kind}" for name in module.part_names]
+        packed = getattr(module, module.packed_name) is not None
+        if not packed and whole in state_dict:
             state_dict.update(zip(parts, state_dict.pop(whole).split(module._rows())))
-        elif module.qkv_proj is not None and all(name in state_dict for name in parts):
+        elif packed and all(name in state_dict for name in parts):
             state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
 
 
@@ -325,8 +336,11 @@ class CrossAttention(_Attention):
     Args:
         context_dim: size of the context's features; default d_model.
 
-    Parameters: q_proj, kv_proj (2 Hk * head_dim rows: all keys, then values), out_proj; q_norm and k_norm.
+    Parameters: q_proj, kv_proj (2 Hk * head_dim rows: all keys, then values), or with packed=False k_proj and v_proj;
+    out_proj; q_norm and k_norm.
     """
+
+    packed_name, part_names = "kv_proj", ("k_proj", "v_proj")
 
     def __init__(
         self,
@@ -341,6 +355,7 @@ class CrossAttention(_Attention):
         window: int | tuple[int | None, int | None] | None = None,
         dropout: float = 0.0,
         softcap: float = 0.0,
+        packed: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -350,7 +365,13 @@ class CrossAttention(_Attention):
         )
         self.context_dim = d_model if context_dim is None else context_dim
         self.q_proj = nn.Linear(d_model, self.num_heads * self.head_dim, bias=bias, **factory)
-        self.kv_proj = nn.Linear(self.context_dim, 2 * self.num_kv_heads * self.head_dim, bias=bias, **factory)
+        self.kv_proj: nn.Linear | None = nn.Linear(self.context_dim, sum(self._rows()), bias=bias, **factory)
+        if not packed:
+            self.unpack()
+
+    def _rows(self) -> tuple[int, int]:
+        """Rows of the projections to keys and values."""
+        return (self.num_kv_heads * self.head_dim,) * 2
 
     def forward(
         self, x: Tensor, context: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None
@@ -364,7 +385,11 @@ class CrossAttention(_Attention):
         if x.is_nested:
             x, context = (nested.values_of(t, name) for t, name in zip(given, ("x", "context")))
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        if self.kv_proj is None:
+            k, v = self._parts(context)
+        else:
+            k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        self._check_shares(q, k, v)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self._attend(q, k, v, mask, bias, given)
