@@ -261,10 +261,6 @@ def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
     if x.dtype != q.dtype and x.dtype != accumulate and not autocast:
         accepted = " or ".join(dict.fromkeys((name_of(q.dtype), name_of(accumulate))))
         raise TypeError(f"{name} is {name_of(x.dtype)} but q is {name_of(q.dtype)}; accepted: {accepted}: convert it.")
-    if is_dtensor(q):
-        raise ValueError(
-            f"{name} was given and q is a DTensor; accepted there: attention without a mix: mix heads of local tensors."
-        )
     return x.to(accumulate)
 
 

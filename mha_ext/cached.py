@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, biases, masks
-from .functional import LOG_PLANS, log_plan, score_arguments
+from .functional import LOG_PLANS, dtensor_rules, log_plan, score_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,6 +94,10 @@ def attention_cached(
     if LOG_PLANS:
         lowered = bias, args, sinks, None, (scale, softcap, 0.0)
         log_plan("attention_cached", given, (q, k, v), lowered, Sk=Sk)
+    if _checks.is_dtensor(q):
+        args, bias, sinks, block_table, k_scale, v_scale = dtensor_rules().modifiers(
+            q, 0.0, args, bias, sinks, block_table, k_scale, v_scale
+        )
     out, lse = _ops.attention_cached(
         q, k, v, block_table, k_scale, v_scale, page_size, bias, *args, sinks, scale, softcap
     )

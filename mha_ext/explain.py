@@ -25,7 +25,6 @@ REFUSED = (
     ("dropout_p", "DTensors", "the dropped weights are numbered by the heads of one process"),
     ("forward-mode differentiation", "any op", "no kernel computes it"),
     ("pre_mix, post_mix", "attention_varlen on a GPU", "their kernel there takes sequences of one length"),
-    ("pre_mix, post_mix", "DTensors", "a process has only some of the heads"),
     ("rope", "nested tensors", "positions would run on over the sequences"),
     ("MultiheadAttention masks", "nested tensors", "a tensor has one shape for all sequences"),
 )  # fmt: skip

@@ -172,7 +172,8 @@ def attention_arguments(
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
-        args, bias, sinks = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks)
+        args, bias, sinks, *mixed = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *(mixes or ()))
+        mixes = mixed or None
     if softcap != 0.0:
         _checks.softcap(softcap)
     _checks.flag("deterministic", deterministic)

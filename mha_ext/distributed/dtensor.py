@@ -1,6 +1,7 @@
 """Attention on DTensors: how each op may be sharded. Imported with the first DTensor, or with mha_ext.distributed.
 
-All ops are independent over the batch; over heads too, in whole groups of query heads with their key/value head. Other
+All ops are independent over the batch; but with talking heads over heads too, in whole groups of query heads with their
+key/value head. Other
 shardings of the inputs (of the sequence, say) are changed into one of these by DTensor, which communicates.
 """
 
@@ -22,10 +23,16 @@ BATCH, HEADS = 0, 1
 # Dimensions 0 and 1 are the batch's and the heads', in full, or (second line) in full or 1.
 _FULL = {"q", "k", "v", "out", "lse", "lse_rest", "dout", "dlse", "dweights", "scores"}
 _BROADCAST = {"bias", "mask", "blocks"}
-_PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids"}  # [B or 1, ...]
+_PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids", "block_table"}  # [B or 1, ...]
+_SCALES = {"k_scale", "v_scale"}  # [B or 1, Hk]
 
 
-def _input_placement(name: str, spec: Any, dim: int) -> Placement:
+def _input_placement(name: str, given: dict[str, Any], dim: int) -> Placement:
+    spec = given[name]
+    if name in "kv" and dim == BATCH and given.get("block_table") is not None:  # pages, of which any sequence may have any
+        return Replicate()
+    if name in _SCALES:
+        return Shard(dim) if spec.shape[dim] != 1 or dim == HEADS else Replicate()
     if name == "sinks":  # [H]
         return Shard(0) if dim == HEADS else Replicate()
     if name in _FULL or (name in _BROADCAST and spec.shape[dim] != 1):
@@ -39,6 +46,8 @@ def _output_placement(name: str, given: dict[str, Any], dim: int) -> Placement:
             return Replicate()  # an empty placeholder
         # Where the bias is one for all, every process has a part of the sum that is its gradient.
         return Shard(dim) if given["bias"].shape[dim] != 1 else Partial()
+    if name in ("dpre_mix", "dpost_mix"):
+        return Replicate() if given[name.removeprefix("d")] is None else Partial()
     if name == "dsinks":
         return Replicate() if given["sinks"] is None else Shard(0) if dim == HEADS else Partial()
     return Replicate() if name == "weights" and not given["return_weights"] else Shard(dim)
@@ -69,9 +78,10 @@ def _register_batch_and_heads(op: torch._ops.OpOverload) -> None:
         tensors = [name if _is_tensor(x) else None for name, x in given.items()]
         found: list[Sharding] = [([Replicate()] * len(returns), [name and Replicate() for name in tensors])]
         packed = given.get("q_starts") is not None  # all sequences lie in batch element 0
-        for dim in [BATCH] * (not packed) + [HEADS] * _whole_groups(given):
+        mixed = "pre_mix" in given  # a head of the weights needs all heads of the scores
+        for dim in [BATCH] * (not packed) + [HEADS] * (not mixed and _whole_groups(given)):
             outputs = [_output_placement(name, given, dim) for name in returns]
-            found.append((outputs, [name and _input_placement(name, given[name], dim) for name in tensors]))
+            found.append((outputs, [name and _input_placement(name, given, dim) for name in tensors]))
         return found
 
     register_sharding(op)(shardings)
@@ -87,7 +97,8 @@ def _merge_heads_shardings(x: Any, mix: Any = None) -> list[Sharding]:
 
 def _register() -> None:
     ops = torch.ops.mha_ext
-    for name in ("attention_fwd", "attention_bwd", "masked_softmax_fwd", "masked_softmax_bwd"):
+    names = [f"{name}_{way}" for name in ("attention", "attention_mixed", "masked_softmax") for way in ("fwd", "bwd")]
+    for name in (*names, "attention_cached"):
         _register_batch_and_heads(getattr(ops, name).default)
     register_sharding(ops.merge_heads.default)(_merge_heads_shardings)
 
