@@ -14,7 +14,7 @@ from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
 from .masks.base import offset_of
 
-_ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
+_ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 # What may not be combined, with what, and why; docs/support.md shows it.
@@ -249,10 +249,13 @@ def log(call: Call) -> None:
 
 
 def _cpu_refusals() -> dict[str, str]:
-    used, available = _ops.cpu_isa(), _ops.available_isas()
+    used, default, available = _ops.cpu_isa(), _ops.default_isa(), _ops.available_isas()
     refusals = {}
     for isa in _ISAS[_ISAS.index(used) + 1 :]:
-        refusals[isa] = "MHA_EXT_CPU_ISA names another" if isa in available else "this machine does not have it"
+        refusals[isa] = "this machine does not have it"
+        if isa in available:
+            chosen_by_name = _ISAS.index(isa) > _ISAS.index(default)
+            refusals[isa] = _ops.NEVER_TIMED if chosen_by_name else "MHA_EXT_CPU_ISA names another"
     refusals["cuda"] = _ops.without_cuda or "the tensors are on the CPU"
     return refusals
 

@@ -42,7 +42,7 @@ def test_tasks_and_workspace_follow_the_problem():
 
 def test_what_is_not_used_has_a_reason():
     plan = explain(*qkv())
-    isas = ["scalar", "avx2", "avx512", "avx512_bf16"]
+    isas = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
     better = isas[isas.index(mha_ext._ops.cpu_isa()) + 1 :]
     assert set(plan.refusals) == {*better, "cuda"} and all(plan.refusals.values())
     if mha_ext._ops.without_cuda:

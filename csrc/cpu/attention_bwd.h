@@ -60,7 +60,7 @@ struct BackwardScratch {
     tile.ds_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
     tile.ds_lanes = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
     mask = arena.take<TileMask<T>>(1);
-    finite = arena.take<Unit>(units<Unit>(std::max(kMaxRows, kMaxKeys)) * max64(p.D, p.Dv));
+    finite = arena.take<Unit>(columns_size<Unit>(std::max(kMaxRows, kMaxKeys), max64(p.D, p.Dv)));
     dq = arena.take<T>(n * kMaxRows * p.D);
     dk = arena.take<T>(plan.chunk_keys * p.D);
     dv = arena.take<T>(plan.chunk_keys * p.Dv);
@@ -199,7 +199,7 @@ class BackwardWorker {
     auto rows_of = [&](FiniteRows<Unit>& finite, const Tensor4& x, int cols, const RowsOperand<Unit>& as_they_are) {
       if (!mask || block.finite) return as_they_are;
       const void* first = first_row(x, p_.dtype, block.rows);
-      const Broadcast<Unit> clean = finite.take(first, p_.dtype, x.stride[2], rows, cols, s_.finite);
+      const Broadcast<Unit> clean = finite.take(first, p_.dtype, x.stride[2], rows, cols, s_.finite, Side::b);
       return RowsOperand<Unit>{clean.a, clean.ak};
     };
     const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, s_.operands[n].q_rows);
@@ -253,6 +253,7 @@ class BackwardWorker {
   const BackwardParts<T>& parts_;
   BackwardScratch<Unit> s_;
   const bool plain_;
+  ProductState<Unit> products_;
   Tensor4 dbias_;
   int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;
 };

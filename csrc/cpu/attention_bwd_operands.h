@@ -61,7 +61,7 @@ inline KeyOperands<Unit> take_key_operands(Arena& arena, const AttentionBackward
   KeyOperands<Unit> k{};
   k.k_scratch = arena.take<Unit>(kMaxKeys * units<Unit>(int(p.D)));
   k.v_scratch = arena.take<Unit>(kMaxKeys * units<Unit>(int(p.Dv)));
-  k.k_features_scratch = arena.take<Unit>(kPairs<Unit> ? units<Unit>(kMaxKeys) * p.D : 0);
+  k.k_features_scratch = arena.take<Unit>(kPairs<Unit> ? columns_size<Unit>(kMaxKeys, p.D) : 0);
   return k;
 }
 
@@ -77,7 +77,7 @@ inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock&
   for (int r = 0; r < block.rows; ++r) offset[r] = r * x.stride[2];
   const void* src = first_row(x, type, block);
   transposed_operand(lanes, kMaxRows, src, type, offset, block.rows, cols);
-  const Broadcast<Unit> features = columns_operand(src, type, x.stride[2], block.rows, cols, rows);
+  const Broadcast<Unit> features = columns_operand(src, type, x.stride[2], block.rows, cols, rows, Side::b);
   return {features.a, features.ak};
 }
 

@@ -29,6 +29,7 @@ struct ForwardBlock {
   StoredHead kv;     // of the block's batch and key/value head
   int lanes = 0;     // rows rounded up to whole vectors
   bool few = false;  // few rows: head elements in lanes, not rows
+  ProductState<Unit> products;
 
   ForwardBlock(const AttentionForward& problem, const ForwardPlan& plan, void* scratch)
       : p(problem), rule(problem), s(problem, plan, scratch) {}
@@ -37,7 +38,7 @@ struct ForwardBlock {
   bool set_block(int64_t b, int64_t first_head, int64_t first_row, int rows, int64_t first_key, int64_t last_key) {
     set_rows(s.block, p.mask, b, first_head, first_row, rows, p.Sq, p.Sk);
     lanes = round_up(rows, L);
-    few = rows <= kFewRows;
+    few = rows <= kFewRows && !(kAmxUnit<Unit> && s.whole_head);  // AMX packs heads for blocks that are not few
     kv = StoredHead(p, b, first_head / (p.H / p.Hk));
     if (p.store.quantised) rule = ScoreRule<T>(p, kv.k_scale);
     return max64(s.block->any_begin, first_key) < min64(s.block->any_end, last_key);
@@ -83,11 +84,13 @@ struct ForwardBlock {
     return rows_operand(k, kv.type, p.k.stride[2], keys, int(p.D), s.k);
   }
 
+  Side value_side() const { return few ? Side::b : Side::a; }
+
   Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
     if (s.whole_head) {
       return {s.packed->v.a + first_key / kUnitK<Unit> * s.packed->v.ak, s.packed->v.am, s.packed->v.ak};
     }
-    return columns_operand(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.v);
+    return columns_operand(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.v, value_side());
   }
 
   void row_offsets(int64_t* offset, const int64_t* stride) const {
@@ -147,9 +150,10 @@ struct ForwardBlock {
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
     const void* v = kv.value(first_key);
     FiniteRows<Unit> finite;
-    const Broadcast<Unit> value = kind == TileKind::all || all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv))
-                                      ? value_operand(v, first_key, keys)
-                                      : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.finite_v);
+    const Broadcast<Unit> value =
+        kind == TileKind::all || all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv))
+            ? value_operand(v, first_key, keys)
+            : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.finite_v, value_side());
     const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
     if (few) {
       if (moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);

@@ -92,8 +92,8 @@ struct ForwardScratch {
     const int packed_keys = whole_head ? int(p.Sk) : kMaxKeys;
     packed = arena.take<PackedHead<Unit>>(1);
     k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
-    v = arena.take<Unit>(units<Unit>(packed_keys) * Dv);
-    finite_v = whole_head ? arena.take<Unit>(units<Unit>(kMaxKeys) * Dv) : v;
+    v = arena.take<Unit>(columns_size<Unit>(packed_keys, Dv));
+    finite_v = whole_head ? arena.take<Unit>(columns_size<Unit>(kMaxKeys, Dv)) : v;
     score = arena.take<T>(tile);
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);

@@ -16,7 +16,8 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   AttentionPlan plan;
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) plan.arithmetic = "bf16 pairs, summed in float";
+  if (p.dtype == DType::bf16)
+    plan.arithmetic = kAmxUnit<Pair> ? "bf16 tiles, summed in float" : "bf16 pairs, summed in float";
 #endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
   plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = BackwardPlan(backward).units();

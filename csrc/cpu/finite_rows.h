@@ -15,11 +15,13 @@ class FiniteRows {
   static constexpr int L = Vec<T>::lanes;
 
  public:
-  // What columns_operand gives, with zeros for rows that are not finite. scratch holds units(rows) * cols.
-  Broadcast<Unit> take(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
+  // What columns_operand gives, with zeros for rows that are not finite.
+  Broadcast<Unit> take(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch,
+                       Side side = Side::a) {
     src_ = src, type_ = type, stride_ = stride, rows_ = rows, cols_ = cols;
+    Broadcast<Unit> taken{scratch, 1, cols};
     if constexpr (std::is_same_v<Unit, Pair>) {
-      columns_operand(src, type, stride, rows, cols, scratch);
+      taken = columns_operand(src, type, stride, rows, cols, scratch, side);
     } else {
       copy_rows(scratch, cols, src, type, stride, rows, cols);
     }
@@ -27,12 +29,12 @@ class FiniteRows {
       left_out_[r] = !all_finite<T>(element(src, type, r * stride), type, stride, 1, cols);
       if (!left_out_[r]) continue;
       if constexpr (std::is_same_v<Unit, Pair>) {
-        for (int c = 0; c < cols; ++c) scratch[r / 2 * cols + c].x[r % 2] = bf16{};
+        for (int c = 0; c < cols; ++c) scratch[r / 2 * taken.ak + c * taken.am].x[r % 2] = bf16{};
       } else {
         std::fill_n(scratch + r * cols, cols, Unit(0));
       }
     }
-    return {scratch, 1, cols};
+    return taken;
   }
 
   // The rows are keys: sum[column][query] += weight[key][query] * row[key][column]. Before take, nothing.

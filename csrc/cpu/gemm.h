@@ -54,6 +54,14 @@ struct GemmArgs {
   const Acc* scale;
 };
 
+// What a thread must hold while it multiplies.
+template <class Unit>
+struct ProductState {};
+
+#ifdef MHA_HAS_AMX
+inline void gemm_amx(const GemmArgs<Pair>& g, int M, int N);
+#endif
+
 // One register tile at (m, n). Tail > 0: the only vector has that many lanes.
 template <class Unit, int Rows, int Vecs, bool HasTail>
 inline void gemm_tile(const GemmArgs<Unit>& g, int m, int n, int tail) {
@@ -113,6 +121,11 @@ inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, con
                  const typename Product<Unit>::Acc* scale = nullptr) {
   constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
   GemmArgs<Unit> g{K, a, am, ak, b, ldb, c, ldc, start, scale};
+#ifdef MHA_HAS_AMX
+  if constexpr (std::is_same_v<Unit, Pair>) {
+    if (ak == 1) return gemm_amx(g, M, N);
+  }
+#endif
   int n = 0;
   for (; n + kTileVecs * L <= N; n += kTileVecs * L) gemm_columns<Unit, kTileVecs, false>(g, M, n, 0);
   if constexpr (kTileVecs > 2) {
@@ -123,3 +136,7 @@ inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, con
 }
 
 MHA_ISA_END
+
+#ifdef MHA_HAS_AMX
+#include "gemm_amx.h"
+#endif

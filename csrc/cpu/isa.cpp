@@ -6,6 +6,11 @@
 
 #include "cpu_features.h"
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if defined(__x86_64__) || defined(_M_X64)
 #define MHA_X86 1
 #ifdef _MSC_VER
@@ -17,6 +22,10 @@
 
 namespace mha::cpu {
 namespace {
+
+// AMX has only run on emulated tiles (tests/cpp) and was never timed: MHA_EXT_CPU_ISA=amx chooses it, nothing else
+// does.
+constexpr bool kAmxByDefault = false;
 
 #ifdef MHA_X86
 struct Registers {
@@ -48,10 +57,25 @@ uint64_t saved_register_state() {
 }
 #endif
 
+// Linux saves the 8 KB of tiles for processes that have asked, and signal stacks must have room for them from then on.
+// So this is asked when AMX is chosen, once, and answered for good.
+bool may_use_tiles() {
+#if defined(MHA_X86) && defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+bool always() { return true; }
+
 struct Candidate {
   const char* name;
   bool usable;
   const Kernels& (*table)();
+  bool by_default = true;
+  bool (*granted)() = always;  // by the system; asked before use
 };
 
 // Every table in the build, from the plainest to the best.
@@ -62,6 +86,7 @@ std::vector<Candidate> candidates() {
   all.push_back({"avx2", f.avx2, kernels_avx2});
   all.push_back({"avx512", f.avx512, kernels_avx512});
   all.push_back({"avx512_bf16", f.avx512_bf16, kernels_avx512_bf16});
+  all.push_back({"amx", f.amx, kernels_amx, kAmxByDefault, may_use_tiles});
 #endif
   return all;
 }
@@ -75,7 +100,7 @@ std::string joined(const std::vector<std::string>& names) {
 const Kernels& choose() {
   const char* forced = std::getenv("MHA_EXT_CPU_ISA");
   if (forced && *forced) return kernels_for(forced);
-  return kernels_for(available_isas().back());
+  return kernels_for(default_isa());
 }
 
 }  // namespace
@@ -88,7 +113,8 @@ CpuFeatures detect_cpu_features() {
   constexpr uint32_t kAvx2 = 1u << 5, kBmi = 1u << 3 | 1u << 8;                       // leaf 7, ebx
   constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;  // F, DQ, CD, BW, VL: leaf 7, ebx
   constexpr uint32_t kAvx512Bf16 = 1u << 5;                                           // leaf 7 subleaf 1, eax
-  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6;
+  constexpr uint32_t kAmx = 1u << 22 | 1u << 24;                                      // BF16, TILE: leaf 7, edx
+  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
 
   const Registers base = cpuid(1, 0), extended = cpuid(7, 0);
   if (!all_of(base.ecx, kOsxsave)) return f;
@@ -96,6 +122,7 @@ CpuFeatures detect_cpu_features() {
   f.avx2 = all_of(saved, kYmm) && all_of(base.ecx, kFma | kF16c) && all_of(extended.ebx, kAvx2 | kBmi);
   f.avx512 = f.avx2 && all_of(saved, kZmm) && all_of(extended.ebx, kAvx512);
   f.avx512_bf16 = f.avx512 && extended.eax >= 1 && all_of(cpuid(7, 1).eax, kAvx512Bf16);
+  f.amx = f.avx512_bf16 && all_of(saved, kTiles) && all_of(extended.edx, kAmx);
 #endif
   return f;
 }
@@ -108,16 +135,27 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-const Kernels& kernels_for(const std::string& isa) {
-  bool known = false;
+std::string default_isa() {
+  std::string best;
   for (const Candidate& c : candidates()) {
-    if (c.name != isa) continue;
-    if (c.usable) return c.table();
-    known = true;
+    if (c.by_default && c.usable && c.granted()) best = c.name;
   }
-  throw std::runtime_error("the CPU instruction set '" + isa + "' (MHA_EXT_CPU_ISA) " +
-                           (known ? "is absent from this machine" : "is unknown") + "; choose one of " +
-                           joined(available_isas()) + ", or leave the variable unset to get the best one");
+  return best;
+}
+
+const Kernels& kernels_for(const std::string& isa) {
+  const char* why = "is unknown";
+  std::vector<std::string> others;
+  for (const Candidate& c : candidates()) {
+    if (c.name != isa) {
+      if (c.usable) others.push_back(c.name);
+      continue;
+    }
+    if (c.usable && c.granted()) return c.table();
+    why = c.usable ? "is refused by the operating system" : "is absent from this machine";
+  }
+  throw std::runtime_error("the CPU instruction set '" + isa + "' (MHA_EXT_CPU_ISA) " + why + "; choose one of " +
+                           joined(others) + ", or leave the variable unset to get the default");
 }
 
 const Kernels& kernels() {

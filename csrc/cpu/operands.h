@@ -22,6 +22,29 @@ struct Broadcast {
   int64_t am, ak;
 };
 
+enum class Side { a, b };  // of gemm's product
+
+#ifdef MHA_HAS_AMX
+template <class Unit>
+constexpr bool kAmxUnit = std::is_same_v<Unit, Pair>;
+#else
+template <class Unit>
+constexpr bool kAmxUnit = false;
+#endif
+
+// Units from one row of A to the next, as columns_operand lays it out for AMX: whole tiles, and not a power of two of
+// them, so that the rows of a tile don't share a few sets of the first-level cache.
+inline int64_t amx_columns_ld(int rows) {
+  const int64_t n = (units<Pair>(rows) + 15) / 16 * 16;
+  return n > 32 ? n | 16 : n;
+}
+
+// Units of scratch that columns_operand needs.
+template <class Unit>
+inline int64_t columns_size(int64_t rows, int64_t cols) {
+  return (kAmxUnit<Unit> ? amx_columns_ld(int(rows)) : units<Unit>(int(rows))) * cols;
+}
+
 // Quantised rows as pairs along the row; bf16 holds their elements exactly.
 inline void pairs_of_rows(Pair* dst, int n, const void* src, DType type, int64_t stride, int rows, int cols) {
   constexpr int L = VecF::lanes;
@@ -58,6 +81,27 @@ MHA_INLINE void pairs_of_columns(Pair* dst, const S* row, const S* next, bool tw
   }
 }
 
+#ifdef MHA_HAS_AMX
+// dst[c][r / 2] = rows r and r + 1 of column c; whole tiles along r, 0 beyond the rows.
+template <class S>
+inline void pairs_down_columns(Pair* dst, int64_t ld, const S* src, int64_t stride, int rows, int cols) {
+  constexpr int L = VecF::lanes;
+  for (int r = 0; r < rows; r += 2 * L) {
+    for (int c = 0; c < cols; c += L) {
+      const int width = std::min(L, cols - c);
+      auto row = [&](int i) { return i < rows ? load_n(src + i * stride + c, width) : set1(0.0f); };
+      VecF x[L];
+      for (int i = 0; i < L; ++i) {
+        const VecPair pairs = interleave_bf16(row(r + 2 * i), row(r + 2 * i + 1));
+        std::memcpy(&x[i], &pairs, sizeof(pairs));
+      }
+      transpose_block(x);
+      for (int i = 0; i < width; ++i) std::memcpy(dst + (c + i) * ld + r / 2, &x[i], sizeof(x[i]));
+    }
+  }
+}
+#endif
+
 // Rows of a tensor (keys) as A(m = row, k = column); scratch holds rows * units(cols).
 template <class Unit>
 inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
@@ -82,12 +126,19 @@ inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride,
   }
 }
 
-// Rows of a tensor (values) as A(m = column, k = row); scratch holds units(rows) * cols.
+// Rows of a tensor (values) as A(m = column, k = row), or as B(k = row, n = column) with am = 1; scratch holds
+// columns_size.
 template <class Unit>
-inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
+inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch,
+                                       [[maybe_unused]] Side side = Side::a) {
   if constexpr (std::is_same_v<Unit, Pair>) {
+    const int64_t ld = amx_columns_ld(rows);
+    const bool down = kAmxUnit<Unit> && side == Side::a;
     auto pack = [&](auto* s) {
       const auto* row = static_cast<decltype(s)>(src);
+#ifdef MHA_HAS_AMX
+      if (down) return pairs_down_columns(scratch, ld, row, stride, rows, cols);
+#endif
       for (int r = 0; r < rows; r += 2, row += 2 * stride) {
         pairs_of_columns(scratch + r / 2 * cols, row, row + stride, r + 1 < rows, cols);
       }
@@ -96,6 +147,7 @@ inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stri
       pack(static_cast<const bf16*>(nullptr));
     else
       with_quantised(type, pack);
+    if (down) return {scratch, ld, 1};
     return {scratch, 1, cols};
   } else {
     if (sizeof(Unit) == size_of(type)) return {static_cast<const Unit*>(src), 1, stride};

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cpu/isa.h"
 #include "case_tools.h"
+#include "isas.h"
 
 namespace harness {
 
@@ -29,12 +29,6 @@ inline bool check(bool ok, const std::string& what) {
 inline int finish() {
   std::printf("%d checks, %d failed\n", checks, failures);
   return failures == 0 && checks > 0 ? 0 : 1;
-}
-
-inline std::vector<const Kernels*> every_isa() {
-  std::vector<const Kernels*> all;
-  for (const std::string& name : mha::cpu::available_isas()) all.push_back(&mha::cpu::kernels_for(name));
-  return all;
 }
 
 constexpr DType kDtypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};

@@ -2,8 +2,8 @@
 #include <cstdio>
 #include <string>
 
-#include "../../csrc/cpu/isa.h"
 #include "attention_bwd_cases.h"
+#include "isas.h"
 
 namespace {
 
@@ -23,8 +23,8 @@ Outputs run(const Case& c, Inputs& in, const mha::cpu::Kernels& kernels, int cou
   return o;
 }
 
-void check(const Case& c, Inputs& in, const Expected& expected, const std::string& isa) {
-  const mha::cpu::Kernels& kernels = mha::cpu::kernels_for(isa);
+void check(const Case& c, Inputs& in, const Expected& expected, const mha::cpu::Kernels& kernels) {
+  const std::string isa = kernels.isa;
   Outputs o = run(c, in, kernels, 1);
   const std::string what = mistake(o, expected);
   if (!what.empty()) return fail(c, isa, what);
@@ -38,7 +38,8 @@ void test(const Case& c) {
   Inputs in;
   make_inputs(c, in);
   Expected expected(c, in);
-  for (const std::string& isa : mha::cpu::available_isas()) check(c, in, expected, isa);
+  static const std::vector<const mha::cpu::Kernels*> isas = every_isa();
+  for (const mha::cpu::Kernels* kernels : isas) check(c, in, expected, *kernels);
 }
 
 void test_sizes() {

@@ -35,7 +35,8 @@ void refusals() {
           std::string("'") + name + "' is refused as unknown");
 #ifdef __x86_64__
   const mha::cpu::CpuFeatures f = mha::cpu::detect_cpu_features();
-  const std::pair<const char*, bool> isas[] = {{"avx2", f.avx2}, {"avx512", f.avx512}, {"avx512_bf16", f.avx512_bf16}};
+  const std::pair<const char*, bool> isas[] = {
+      {"avx2", f.avx2}, {"avx512", f.avx512}, {"avx512_bf16", f.avx512_bf16}, {"amx", f.amx}};
   for (const auto& [name, usable] : isas)
     check(usable ? refusal(name).empty() : refusal(name).find("is absent from this machine") != std::string::npos,
           std::string(name) + " is taken if and only if this machine has it");
@@ -55,8 +56,12 @@ int main() {
     std::printf("%s\n", e.what());
     return 2;
   }
-  check(std::getenv("MHA_EXT_CPU_ISA") || mha::cpu::kernels().isa == mha::cpu::available_isas().back(),
-        "the best instruction set is the default");
+  check(std::getenv("MHA_EXT_CPU_ISA") || mha::cpu::kernels().isa == mha::cpu::default_isa(),
+        "the default is used unless another is named");
+  const std::vector<std::string> available = mha::cpu::available_isas();
+  const bool never_timed = available.back() == "amx";
+  check(mha::cpu::default_isa() == available[available.size() - 1 - never_timed],
+        "the default is the best that was timed");
   tables();
   refusals();
   return finish();

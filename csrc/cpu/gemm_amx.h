@@ -1,0 +1,109 @@
+// The matrix product of gemm.h on AMX tiles, for pairs of bf16 where those of a row of A are neighbours in memory. The
+// rows of B are what a tile wants as they lie: pairs along k, one column after the other.
+#pragma once
+
+#include "amx.h"
+
+MHA_ISA_BEGIN
+
+constexpr int kAmx = 16;  // rows of a tile, and floats or pairs in a row
+constexpr int kAmxRowBytes = 64;
+
+// A thread has tiles while it has one of these.
+class AmxTiles {
+ public:
+  AmxTiles() {
+    AmxShapes whole;
+    for (int tile = 0; tile < 8; ++tile) whole.row_bytes[tile] = kAmxRowBytes, whole.rows[tile] = kAmx;
+    amx_configure(whole);
+  }
+  ~AmxTiles() { amx_release(); }
+  AmxTiles(const AmxTiles&) = delete;
+};
+
+template <>
+struct ProductState<Pair> {
+  AmxTiles tiles;
+};
+
+// What tiles are filled with where an operand ends before the tile does.
+struct alignas(64) AmxPad {
+  char bytes[kAmx * kAmxRowBytes];
+};
+
+// Loads what there is of 16 x 16 elements of 4 bytes, through a copy among zeros if that is less: zeros add nothing to
+// a product, what lies beyond an operand may be NaN.
+template <int Tile>
+MHA_INLINE void load_part(const void* src, int64_t ld, int rows, int cols, AmxPad& pad) {
+  if (rows >= kAmx && cols >= kAmx) return amx_load<Tile>(src, ld * 4);
+  const char* row = static_cast<const char*>(src);
+  for (int r = 0; r < kAmx; ++r, row += ld * 4) {
+    const int n = r < rows ? cols : 0;
+    store(pad.bytes + r * kAmxRowBytes, Product<Pair>::load_b(reinterpret_cast<const Pair*>(n ? row : pad.bytes), n));
+  }
+  amx_load<Tile>(pad.bytes, kAmxRowBytes);
+}
+
+template <int Tile>
+MHA_INLINE void store_part(float* dst, int64_t ld, int rows, int cols, AmxPad& pad) {
+  if (rows >= kAmx && cols >= kAmx) return amx_store<Tile>(dst, ld * 4);
+  amx_store<Tile>(pad.bytes, kAmxRowBytes);
+  for (int r = 0; r < kAmx && r < rows; ++r) {
+    store_n(dst + r * ld, load(reinterpret_cast<const float*>(pad.bytes + r * kAmxRowBytes)), cols);
+  }
+}
+
+// C's tiles are 0 to 3, two loads of A (4, 5) and two of B (6, 7) make four products. rows and cols are what is left of
+// C from (m, n) on: more than 16 with two tiles down (Down == 2) and across.
+template <int Down, int Across>
+inline void amx_block(const GemmArgs<Pair>& g, int m, int n, int rows, int cols) {
+  AmxPad pad;
+  float* c = g.c + m * g.ldc + n;
+  auto for_each_tile = [&](auto f) {
+    f.template operator()<0>(c, rows, cols);
+    if constexpr (Across == 2) f.template operator()<1>(c + kAmx, rows, cols - kAmx);
+    if constexpr (Down == 2) f.template operator()<2>(c + kAmx * g.ldc, rows - kAmx, cols);
+    if constexpr (Down == 2 && Across == 2) f.template operator()<3>(c + kAmx * g.ldc + kAmx, rows - kAmx, cols - kAmx);
+  };
+  for_each_tile([&]<int Tile>(float* at, int r, int k) {
+    g.start == Start::zero ? amx_zero<Tile>() : load_part<Tile>(at, g.ldc, r, k, pad);
+  });
+  for (int k = 0; k < g.K; k += kAmx) {
+    const Pair *a = g.a + m * g.am + k, *b = g.b + k * g.ldb + n;
+    load_part<4>(a, g.am, rows, g.K - k, pad);
+    if constexpr (Down == 2) load_part<5>(a + kAmx * g.am, g.am, rows - kAmx, g.K - k, pad);
+    load_part<6>(b, g.ldb, g.K - k, cols, pad);
+    amx_dot<0, 4, 6>();
+    if constexpr (Down == 2) amx_dot<2, 5, 6>();
+    if constexpr (Across == 2) {
+      load_part<7>(b + kAmx, g.ldb, g.K - k, cols - kAmx, pad);
+      amx_dot<1, 4, 7>();
+      if constexpr (Down == 2) amx_dot<3, 5, 7>();
+    }
+  }
+  for_each_tile([&]<int Tile>(float* at, int r, int k) { store_part<Tile>(at, g.ldc, r, k, pad); });
+}
+
+// g.ak is 1, and the thread has AmxTiles.
+inline void gemm_amx(const GemmArgs<Pair>& given, int M, int N) {
+  GemmArgs<Pair> g = given;
+  if (g.start == Start::scale) {
+    for (int m = 0; m < M; ++m) {
+      for (int n = 0; n < N; n += kAmx) {
+        float* c = g.c + m * g.ldc + n;
+        store_n(c, load_n(c, N - n) * load_n(g.scale + n, N - n), N - n);
+      }
+    }
+    g.start = Start::add;
+  }
+  for (int n = 0; n < N; n += 2 * kAmx) {
+    for (int m = 0; m < M; m += 2 * kAmx) {
+      const bool down = M - m > kAmx, across = N - n > kAmx;
+      const auto block =
+          down ? (across ? amx_block<2, 2> : amx_block<2, 1>) : (across ? amx_block<1, 2> : amx_block<1, 1>);
+      block(g, m, n, M - m, N - n);
+    }
+  }
+}
+
+MHA_ISA_END

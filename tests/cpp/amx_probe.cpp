@@ -1,0 +1,21 @@
+// The product on tiles, compiled as isa_amx.cpp compiles it.
+#include "amx_probe.h"
+
+#include "../../csrc/cpu/isa_prelude.h"
+
+#pragma GCC target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#define MHA_HAS_BF16_DOT 1
+#define MHA_HAS_AMX 1
+#define MHA_ISA_NS amx_probe
+#include "../../csrc/cpu/vec_avx512.h"
+//
+#include "../../csrc/cpu/gemm.h"
+
+void amx_gemm(const AmxGemm& g) {
+  using namespace mha::cpu::amx_probe;
+  const AmxTiles tiles;
+  const Start start = g.scale ? Start::scale : g.add ? Start::add : Start::zero;
+  gemm<Pair>(g.M, g.N, g.K, static_cast<const Pair*>(g.a), g.am, 1, static_cast<const Pair*>(g.b), g.ldb, g.c, g.ldc,
+             start, g.scale);
+}

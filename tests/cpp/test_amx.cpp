@@ -1,0 +1,164 @@
+// AMX: what its instructions compute, by hand-made examples; the product made of them; and that kernels let tiles go.
+// Where the processor has AMX, all this is about the processor; elsewhere it is about amx_emulator.
+#include "../../csrc/cpu/cpu_features.h"
+#include "amx_probe.h"
+#include "harness.h"
+
+#ifdef __x86_64__
+#include "../../csrc/cpu/isa_prelude.h"
+#define MHA_ISA_NS amx_instructions
+#include "../../csrc/cpu/amx.h"
+
+using namespace harness;
+using namespace mha::cpu::amx_instructions;
+
+namespace {
+
+struct Pairs {
+  uint16_t x[16][32] = {};  // a tile of bf16
+  void set(int row, int column, double value) { x[row][column] = naive::encode(value, naive::kBf16); }
+  double get(int row, int column) const { return naive::decode(x[row][column], naive::kBf16); }
+};
+struct Sums {
+  float x[16][16] = {};
+};
+
+// c += a * b, of whole tiles or of fewer rows of c and pairs.
+void dot(Sums& c, const Pairs& a, const Pairs& b, int rows = 16, int pairs = 16, int columns = 16) {
+  AmxShapes shapes;
+  shapes.rows[1] = uint8_t(rows), shapes.row_bytes[1] = uint16_t(4 * columns);
+  shapes.rows[2] = uint8_t(rows), shapes.row_bytes[2] = uint16_t(4 * pairs);
+  shapes.rows[3] = uint8_t(pairs), shapes.row_bytes[3] = uint16_t(4 * columns);
+  amx_configure(shapes);
+  amx_load<1>(c.x, 64);
+  amx_load<2>(a.x, 64);
+  amx_load<3>(b.x, 64);
+  amx_dot<1, 2, 3>();
+  amx_store<1>(c.x, 64);
+  amx_release();
+}
+
+// One element: the sum over k of a[2k] * b[2k] + a[2k+1] * b[2k+1], on top of c.
+float one(float c, std::vector<double> a, std::vector<double> b) {
+  Sums sums;
+  Pairs x, y;
+  sums.x[3][5] = c;
+  for (int i = 0; i < int(a.size()); ++i) x.set(3, i, a[size_t(i)]), y.set(i / 2, 2 * 5 + i % 2, b[size_t(i)]);
+  dot(sums, x, y);
+  return sums.x[3][5];
+}
+
+void by_hand() {
+  const double inf = std::numeric_limits<double>::infinity(), tiny = std::ldexp(1.0, -130);
+  auto same = [](float got, double want, const char* what) {
+    check(got == float(want) || (std::isnan(got) && std::isnan(want)),
+          std::string(what) + ": " + std::to_string(got) + " instead of " + std::to_string(want));
+  };
+  same(one(0.5f, {1, 2, 3, 4}, {10, 20, 30, 40}), 300.5, "1*10 + 2*20 + 3*30 + 4*40 + 0.5");
+  const double big = 1 << 24;
+  same(one(0, {big, 1, 0, 1}, {1, 1, 0, 1}), big + 2, "odd elements are summed before they meet the even ones");
+  same(one(0, {big, 0, 1, 0, 1, 0}, {1, 0, 1, 0, 1, 0}), big, "even elements are rounded one by one, to even");
+  same(one(float(big), {1, 1}, {1, 1}), big + 2, "what is added comes last");
+  const double half = std::ldexp(1.0, 64), top = std::ldexp(1.0, 127);
+  same(one(0, {-top, 0, half, 0}, {1, 0, half, 0}), top, "a product is not rounded before it is added");
+  same(one(0, {half, 0, -top, 0}, {half, 0, 1, 0}), inf, "a sum is rounded before more is added");
+  same(one(0, {tiny, 0}, {top, 0}), 0, "a denormal of A is 0");
+  same(one(0, {top, 0}, {tiny, 0}), 0, "a denormal of B is 0");
+  same(one(1, {tiny, 0}, {inf, 0}), std::nan(""), "so its product with infinity is NaN");
+  same(one(float(tiny), {0, 0}, {0, 0}), 0, "a denormal of C is 0");
+  same(one(0, {std::ldexp(1.0, -64), 0, 0, 0}, {std::ldexp(1.0, -64), 0, 0, 0}), 0, "a denormal result is 0");
+  same(one(0, {std::ldexp(1.0, -63), 0}, {std::ldexp(1.0, -63), 0}), std::ldexp(1.0, -126), "the least normal is not");
+  same(one(0, {inf, 1}, {1, 1}), inf, "infinity");
+  same(one(0, {inf, -inf}, {1, 1}), std::nan(""), "infinity less itself");
+  same(one(0, {inf, 1}, {0, 1}), std::nan(""), "infinity times 0");
+  same(one(float(std::nan("")), {1, 1}, {1, 1}), std::nan(""), "NaN of C");
+}
+
+// Small whole numbers everywhere, so that any order of sums is exact; what lies beyond a smaller tile stays.
+void shapes() {
+  Random random{11};
+  constexpr int kSizes[][3] = {{16, 16, 16}, {5, 16, 16}, {16, 3, 16}, {16, 16, 7}, {1, 1, 1}};
+  for (const auto& [rows, pairs, columns] : kSizes) {
+    Pairs a, b;
+    Sums c;
+    for (int i = 0; i < 16; ++i) {
+      for (int j = 0; j < 32; ++j) a.set(i, j, double(random.below(9) - 4)), b.set(i, j, double(random.below(9) - 4));
+      for (float& x : c.x[i]) x = float(random.below(100));
+    }
+    const Sums before = c;
+    dot(c, a, b, rows, pairs, columns);
+    bool right = true;
+    for (int m = 0; m < 16; ++m)
+      for (int n = 0; n < 16; ++n) {
+        double want = double(before.x[m][n]);
+        for (int k = 0; m < rows && n < columns && k < 2 * pairs; ++k)
+          want += a.get(m, k) * b.get(k / 2, 2 * n + k % 2);
+        right &= double(c.x[m][n]) == want;
+      }
+    check(right, "a product of " + std::to_string(rows) + " x " + std::to_string(pairs) + " pairs x " +
+                     std::to_string(columns));
+  }
+}
+
+// Any sizes, with NaN wherever an operand ends, and all ways to begin.
+void products() {
+  Random random{5};
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (int n = 0; n < 300; ++n) {
+    auto size = [&] { return int(random.chance(30) ? 16 * (1 + random.below(5)) : 1 + random.below(70)); };
+    AmxGemm g{};
+    g.M = size(), g.N = size(), g.K = size();
+    g.am = g.K + random.below(3), g.ldb = g.N + random.below(3), g.ldc = g.N + random.below(3);
+    const int start = n % 3;
+    Strided a(DType::bf16, 1, 1, g.M, 2 * g.K, {{0, 1, 2, 3}, 2 * (g.am - g.K), 1});
+    Strided b(DType::bf16, 1, 1, g.K, 2 * g.N, {{0, 1, 2, 3}, 2 * (g.ldb - g.N), 1});
+    Strided c(DType::f32, 1, 1, g.M, g.N, {{0, 1, 2, 3}, g.ldc - g.N, 1}), scale(DType::f32, 1, 1, 1, g.N);
+    a.fill([&] { return random.normal(); });
+    b.fill([&] { return random.normal(); });
+    c.fill([&] { return start == 0 ? nan : random.normal(); });
+    scale.fill([&] { return random.uniform(); });
+    naive::Array4 x = a.read(), y = b.read(), want = c.read(), factor = scale.read(), terms = want;
+    for (int m = 0; m < g.M; ++m)
+      for (int j = 0; j < g.N; ++j) {
+        double& sum = want(0, 0, m, j);
+        sum = start == 0 ? 0 : start == 1 ? sum : sum * factor(0, 0, 0, j);
+        double& total = terms(0, 0, m, j) = std::fabs(sum);
+        for (int k = 0; k < 2 * g.K; ++k) {
+          const double term = x(0, 0, m, k) * y(0, 0, k / 2, 2 * j + k % 2);
+          sum += term, total += std::fabs(term);
+        }
+      }
+    g.a = a.t.data, g.b = b.t.data, g.c = static_cast<float*>(c.t.data);
+    g.add = start == 1, g.scale = start == 2 ? static_cast<const float*>(scale.t.data) : nullptr;
+    amx_gemm(g);
+    const naive::Array4 got = c.read();
+    double worst = 0;
+    for (size_t i = 0; i < got.values.size(); ++i) {
+      const double share = std::fabs(got.values[i] - want.values[i]) / terms.values[i];
+      worst = share <= worst ? worst : share;
+    }
+    // A term goes through about K / 16 + 16 + 2 roundings.
+    const bool right = worst <= (g.K / 16 + 20) * 0x1p-24 && c.surroundings_untouched();
+    check(right, "product of " + std::to_string(g.M) + " x " + std::to_string(g.K) + " pairs x " + std::to_string(g.N) +
+                     ", start " + std::to_string(start) + ": relative error " + std::to_string(worst));
+  }
+}
+
+}  // namespace
+
+int main() {
+  const bool emulated = amx_emulator::install();
+  if (!emulated && !mha::cpu::detect_cpu_features().amx) {
+    std::printf("skipped: not even the other instructions of the AMX kernels are here\n");
+    return 77;
+  }
+  if (!emulated) mha::cpu::kernels_for("amx");  // asks the system for tiles
+  by_hand();
+  shapes();
+  products();
+  check(!amx_emulator::tiles().configured(), "tiles are released");
+  return finish();
+}
+#else
+int main() { return 77; }
+#endif
