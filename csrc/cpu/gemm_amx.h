@@ -65,8 +65,8 @@ inline void amx_block(const GemmArgs<Pair>& g, int m, int n, int rows, int cols)
     if constexpr (Down == 2) f.template operator()<2>(c + kAmx * g.ldc, rows - kAmx, cols);
     if constexpr (Down == 2 && Across == 2) f.template operator()<3>(c + kAmx * g.ldc + kAmx, rows - kAmx, cols - kAmx);
   };
-  for_each_tile([&]<int Tile>(float* at, int r, int k) {
-    g.start == Start::zero ? amx_zero<Tile>() : load_part<Tile>(at, g.ldc, r, k, pad);
+  for_each_tile([&]<int Tile>(float* at, int down, int across) {
+    g.start == Start::zero ? amx_zero<Tile>() : load_part<Tile>(at, g.ldc, down, across, pad);
   });
   for (int k = 0; k < g.K; k += kAmx) {
     const Pair *a = g.a + m * g.am + k, *b = g.b + k * g.ldb + n;
@@ -81,7 +81,7 @@ inline void amx_block(const GemmArgs<Pair>& g, int m, int n, int rows, int cols)
       if constexpr (Down == 2) amx_dot<3, 5, 7>();
     }
   }
-  for_each_tile([&]<int Tile>(float* at, int r, int k) { store_part<Tile>(at, g.ldc, r, k, pad); });
+  for_each_tile([&]<int Tile>(float* at, int down, int across) { store_part<Tile>(at, g.ldc, down, across, pad); });
 }
 
 // g.ak is 1, and the thread has AmxTiles.
