@@ -226,8 +226,8 @@ def _merge_heads_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     if mix is None:
         return by_head, None
     dx = merge_heads(by_head, mix.t()).unflatten(-1, ctx.heads).transpose(1, 2)
-    accumulate = accumulate_dtype(x.dtype)
-    dmix = torch.einsum("bhsd,bgsd->hg", x.to(accumulate), by_head.to(accumulate)).to(mix.dtype)
+    rows = (t.to(accumulate_dtype(x.dtype)).flatten(2) for t in (x, by_head))  # [B,H,S*D]
+    dmix = torch.matmul(next(rows), next(rows).mT).sum(0).to(mix.dtype)
     return _where_needed((dx, dmix), ctx)
 
 
