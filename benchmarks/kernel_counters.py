@@ -175,7 +175,7 @@ class Attention:
 def attention_rows(length: int) -> list[Attention]:
     rows = [Attention("forward", head, causal, length) for head in (64, 128) for causal in (False, True)]
     for direction in ("backward", "backward (repeatable)"):
-        rows += [Attention(direction, *case, length) for case in ((64, False), (64, True), (128, False), (128, True))]
+        rows += [Attention(direction, head, causal, length) for head in (64, 128, 256) for causal in (False, True)]
     return rows
 
 

@@ -140,13 +140,26 @@ def test_few_queries_of_many_keys(Sq, mask, dtype):
     run(cases.Case(2, 8, 2, Sq, 1100, 64, 64, dtype, mask, layout="bshd"), deterministic=False)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_deterministic_backward_repeats_its_bits(dtype):
-    c, x = prepared(cases.Case(1, 2, 1, 65, 130, 32, 32, dtype, "causal", "1,1,1,Sk"))
-    tensors, given, dout = [to_cuda(t) for t in (x.q, x.k, x.v)], moved(modifiers(c, x)), to_cuda(x.dout)
+REPEATED = [cases.Case(2, 2, 1, 65, 130, 32, 32, dtype, "causal", "1,1,1,Sk") for dtype in cases.DTYPES]
+REPEATED += [
+    cases.Case(2, 2, 1, 150, 400, 64, 64, torch.bfloat16, "causal", layout="aligned"),
+    cases.Case(2, 2, 1, 130, 300, 128, 128, torch.float16, "none", layout="aligned"),
+    cases.Case(2, 2, 1, 130, 300, 128, 128, torch.bfloat16, "window", softcap=5.0, dropout_p=0.2, layout="aligned"),
+    cases.Case(2, 1, 1, 70, 260, 256, 192, torch.bfloat16, "causal", layout="aligned"),
+]
+
+
+@pytest.mark.parametrize("c", REPEATED, ids=lambda c: c.id)
+def test_deterministic_backward_repeats_its_bits(c):
+    """Twice the same, and a sample alone has the bits that it has in a batch, where other blocks run beside its own."""
+    c, x = prepared(c)
+    tensors, given = [to_cuda(t) for t in (x.q, x.k, x.v)], moved(modifiers(c, x))
     outputs = [t.detach() for t in forward(*tensors, given, deterministic=True)]
-    first, second = (backward(dout, *tensors, outputs, given, deterministic=True) for _ in range(2))
+    first, second = (backward(to_cuda(x.dout), *tensors, outputs, given, deterministic=True) for _ in range(2))
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second))
+    dout, *alone = (to_cuda(t.detach()[:1]) for t in (x.dout, x.q, x.k, x.v))
+    grads = backward(dout, *alone, [t[:1] for t in outputs], given, deterministic=True)
+    assert all(torch.equal(a.cpu()[:1], b.cpu()) for a, b in zip(first[:3], grads))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

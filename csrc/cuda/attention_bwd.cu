@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <span>
 
+#include "attention_bwd_dq_sm90.cuh"
 #include "attention_bwd_rows.cuh"
 #include "attention_bwd_simple.cuh"
 #include "attention_bwd_sm80.cuh"
@@ -12,7 +13,8 @@ namespace {
 
 using Kernel = Instance<AttentionBackwardLaunch>;
 
-// One pass with atomics and the rounding of dq, or without them two passes. All null: attention_bwd_simple.
+// One pass with atomics and the rounding of dq (which the kernel for 9.0 does itself), or without them two passes. All
+// null: attention_bwd_simple.
 struct Plan {
   const Kernel *main = nullptr, *round = nullptr;
   const Kernel *dkv = nullptr, *dq = nullptr;
@@ -57,18 +59,18 @@ Plan plan(const AttentionBackward& p) {
   launch.aligned_dv = aligned_16(p.dv, size);
   launch.row_blocks = int(row_blocks_of(p.Sq));
   plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
-  plan.not_sm90 = p.deterministic ? "they add up in any order" : refusal_sm90(p, &p.dout);
+  plan.not_sm90 = refusal_sm90(p, &p.dout);
   if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_bwd, launch);
   if (!plan.not_sm90 && !plan.main) plan.not_sm90 = kNoInstanceSm90;
   if (!p.deterministic && !plan.main) {
     plan.main = find(k_attention_bwd_sm80, launch);
     if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
   }
-  if (plan.main) {
+  if (plan.main && plan.not_sm90) {
     for (const Kernel& round : k_attention_bwd_dq_round)
       if (round.dtype == p.dtype && round.head == plan.main->head && round.general == plan.main->general)
         plan.round = &round;
-  } else {
+  } else if (!plan.main) {
     plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
     plan.dq = find(k_attention_bwd_dq_sm80, launch);
   }
@@ -81,6 +83,7 @@ Plan plan(const AttentionBackward& p) {
   plan.spans_bytes = blocks * sizeof(Span);
   if (p.dsinks) plan.sinks_bytes = blocks * accumulate;
   if (plan.main) plan.dq_sum_bytes = blocks * kRowBlock * plan.main->head * sizeof(float);
+  if (!plan.not_sm90 && p.deterministic) plan.dq_sum_bytes += turns_bytes(p);
   return plan;
 }
 
@@ -91,7 +94,7 @@ void run(const Plan& plan, cudaStream_t stream) {
   if (plan.main) {
     check(cudaMemsetAsync(launch.dq_sum, 0, plan.dq_sum_bytes, stream), "cudaMemsetAsync");
     plan.main->launch(launch, stream);
-    plan.round->launch(launch, stream);
+    if (plan.round) plan.round->launch(launch, stream);
   } else if (plan.dkv) {
     plan.dkv->launch(launch, stream);
     plan.dq->launch(launch, stream);

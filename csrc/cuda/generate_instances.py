@@ -11,7 +11,6 @@ HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
 SM90_HEADS = (64, 128, 256)
-SM90_BACKWARD_HEADS = (64, 128)
 
 
 def table():
@@ -31,7 +30,7 @@ def table():
             for variant, general in (("plain", "false"), ("general", "true")):
                 if head in SM90_HEADS and (variant == "plain" or head <= 128):  # more would not fit into registers
                     yield "attention_fwd_sm90", dtype, head, variant, f"{type_name}, ForwardSm90<{head}, {general}>"
-                if head in SM90_BACKWARD_HEADS and (variant == "plain" or head <= 64):
+                if head in SM90_HEADS:
                     yield "attention_bwd_sm90", dtype, head, variant, f"{type_name}, BackwardSm90<{head}, {general}>"
             yield "attention_bwd_dbias_sm80", dtype, head, "general", f"{type_name}, BackwardQueriesSm80<{head}, true, true>"
 

@@ -4,6 +4,7 @@
 #include "../../csrc/cuda/prim/ldmatrix.cuh"
 #include "../../csrc/cuda/prim/math.cuh"
 #include "../../csrc/cuda/prim/mbarrier.cuh"
+#include "../../csrc/cuda/prim/red.cuh"
 #include "../../csrc/cuda/prim/stmatrix.cuh"
 #include "../../csrc/cuda/prim/tma.cuh"
 #include "../../csrc/cuda/prim/warpgroup.cuh"
@@ -16,12 +17,12 @@ using bf16 = __nv_bfloat16;
 
 namespace {
 
-constexpr int kSize = 64, kTileBytes = kSize * kSize * 2;
+constexpr int kSize = 64, kTileBytes = kSize * kSize * 2;  // of a; b has 8 * kNt rows or columns instead of 64
 
 enum class Product { rows, columns, both_columns };
 
-// One 64 x 64 x 64 product of a warpgroup: c = a b^T, c = a b, or c = a^T b.
-template <Product kProduct>
+// One 64 x (8 * kNt) x 64 product of a warpgroup: c = a b^T, c = a b, or c = a^T b.
+template <Product kProduct, int kNt>
 __global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensorMap map_a,
                                                 const __grid_constant__ CUtensorMap map_b, const bf16* a, float* c) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -35,11 +36,12 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensor
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    mbarrier_arrive_expect(barrier, 2 * kTileBytes);
+    mbarrier_arrive_expect(barrier, kTileBytes + kNt * 1024);
     tma_load_4d(a_tile, &map_a, barrier, 0, 0, 0, 0);
     tma_load_4d(b_tile, &map_b, barrier, 0, 0, 0, 0);
+    if (kProduct != Product::rows && kNt == 16) tma_load_4d(b_tile + kTileBytes, &map_b, barrier, kSize, 0, 0, 0);
   }
-  float sum[8][4] = {};
+  float sum[kNt][4] = {};
   uint32_t held[4][4];
   for (int k = 0; k < 4; ++k)
     for (int i = 0; i < 4; ++i)
@@ -51,18 +53,18 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensor
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if constexpr (kProduct == Product::rows)
-      wgmma_rows<bf16, 8>(sum, describe_rows(a_tile + 32 * k), describe_rows(b_tile + 32 * k), k > 0);
+      wgmma_rows<bf16, kNt>(sum, describe_rows(a_tile + 32 * k), describe_rows(b_tile + 32 * k), k > 0);
     else if constexpr (kProduct == Product::columns)
-      wgmma_columns<bf16, 8>(sum, held[k], describe_columns(b_tile + 2048 * k, 0));
+      wgmma_columns<bf16, kNt>(sum, held[k], describe_columns(b_tile + 2048 * k, kTileBytes));
     else
-      wgmma_columns<bf16, 8>(sum, describe_columns(a_tile + 2048 * k, 0), describe_columns(b_tile + 2048 * k, 0),
-                             k > 0);
+      wgmma_columns<bf16, kNt>(sum, describe_columns(a_tile + 2048 * k, 0),
+                               describe_columns(b_tile + 2048 * k, kTileBytes), k > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
   hold(sum);
-  for (int n = 0; n < 8; ++n)
-    for (int i = 0; i < 4; ++i) c[(16 * warp + g + i / 2 * 8) * kSize + 8 * n + 2 * t + i % 2] = sum[n][i];
+  for (int n = 0; n < kNt; ++n)
+    for (int i = 0; i < 4; ++i) c[(16 * warp + g + i / 2 * 8) * (8 * kNt) + 8 * n + 2 * t + i % 2] = sum[n][i];
 }
 
 // A 16 x 16 tile through registers; whether any of 64 threads said so, at a barrier; and a bulk copy.
@@ -91,33 +93,67 @@ __global__ void __launch_bounds__(64) move(const uint32_t* in, uint32_t* out, in
   for (int i = lane; i < 128; i += 32) out[warp * 128 + i] = tile[warp][i] + (warp == 0 ? copied[i] - in[i] : 0);
 }
 
+// Blocks add, in the order in which they start, what rounding makes depend on that order.
+__global__ void __launch_bounds__(32) add_in_turns(const float* values, float* sums, unsigned* ticket, unsigned* done) {
+  unsigned place = threadIdx.x == 0 ? atomicAdd(ticket, 1u) : 0;
+  place = __shfl_sync(~0u, place, 0);
+  if (threadIdx.x == 0)
+    while (load_acquire(done) != place) continue;
+  __syncwarp();
+  const float four[4] = {values[place], 1, 2, 3};
+  add_global_4<16>(sums + 4 * threadIdx.x, four);
+  __threadfence();
+  __syncwarp();
+  if (threadIdx.x == 0) increment_release(done);
+}
+
 int failures = 0;
 void expect(bool right, const char* what) {
   std::printf("%s %s\n", right ? "ok  " : "FAIL", what);
   failures += !right;
 }
 
-template <Product kProduct>
+template <Product kProduct, int kNt>
 void test_product(const char* name) {
+  constexpr int kRows = kProduct == Product::rows ? 8 * kNt : kSize,
+                kColumns = kProduct == Product::rows ? kSize : 8 * kNt;
   mha::Tensor4 a = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
-  mha::Tensor4 b = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
-  auto* c = static_cast<float*>(tools::allocate(kSize * kSize * 4));
-  const std::array<int64_t, 4> size = {1, 1, kSize, kSize};
-  multiply<kProduct><<<1, 128, 2 * kTileBytes + 1024>>>(
-      tensor_map<bf16>(a, size, kSize), tensor_map<bf16>(b, size, kSize), static_cast<const bf16*>(a.data), c);
+  mha::Tensor4 b = tools::tensor(mha::DType::bf16, 1, 1, kRows, kColumns, false, 0, 1);
+  auto* c = static_cast<float*>(tools::allocate(kSize * 8 * kNt * 4));
+  multiply<kProduct, kNt><<<1, 128, kTileBytes + kNt * 1024 + 1024>>>(
+      tensor_map<bf16>(a, {1, 1, kSize, kSize}, kSize), tensor_map<bf16>(b, {1, 1, kRows, kColumns}, kRows),
+      static_cast<const bf16*>(a.data), c);
   check(cudaDeviceSynchronize(), name);
-  auto at = [](const mha::Tensor4& t, int i, int j) { return naive::load(t.data, mha::DType::bf16, i * kSize + j); };
+  auto at = [](const mha::Tensor4& t, int i, int j) {
+    return naive::load(t.data, mha::DType::bf16, i * t.stride[2] + j);
+  };
   double worst = 0;
   for (int i = 0; i < kSize; ++i)
-    for (int j = 0; j < kSize; ++j) {
+    for (int j = 0; j < 8 * kNt; ++j) {
       double want = 0;
       for (int k = 0; k < kSize; ++k)
-        want += kProduct == Product::both_columns
-                    ? at(a, k, i) * at(b, k, j)
-                    : at(a, i, k) * (kProduct == Product::rows ? at(b, j, k) : at(b, k, j));
-      worst = std::max(worst, std::fabs(want - c[i * kSize + j]));
+        want += (kProduct == Product::both_columns ? at(a, k, i) : at(a, i, k)) *
+                (kProduct == Product::rows ? at(b, j, k) : at(b, k, j));
+      worst = std::max(worst, std::fabs(want - c[i * 8 * kNt + j]));
     }
   expect(worst < 1e-4, name);
+}
+
+void test_turns() {
+  constexpr int kBlocks = 6;
+  const float given[kBlocks] = {1, 1e8f, -1e8f, 0.5f, 3e7f, 0.25f};
+  auto *values = static_cast<float*>(tools::allocate(64)), *sums = static_cast<float*>(tools::allocate(33 * 16));
+  auto* counters = static_cast<unsigned*>(tools::allocate(8));
+  std::memcpy(values, given, sizeof(given));
+  std::memset(sums, 0, 33 * 16);
+  counters[0] = counters[1] = 0;
+  add_in_turns<<<kBlocks, 32>>>(values, sums, counters, counters + 1);
+  check(cudaDeviceSynchronize(), "add_in_turns");
+  float want = 0;
+  for (float x : given) want += x;
+  bool right = counters[1] == kBlocks;
+  for (int i = 4; i < 33 * 4; ++i) right &= sums[i] == (i % 4 ? float(kBlocks * (i % 4)) : want);
+  expect(right, "four sums at once, blocks in turns");
 }
 
 void test_move() {
@@ -137,9 +173,12 @@ void test_move() {
 }  // namespace
 
 int main() {
-  test_product<Product::rows>("wgmma, rows along K");
-  test_product<Product::columns>("wgmma, A in registers, columns of B");
-  test_product<Product::both_columns>("wgmma, columns of both");
+  test_product<Product::rows, 4>("wgmma, 32 rows along K");
+  test_product<Product::rows, 8>("wgmma, 64 rows along K");
+  test_product<Product::columns, 8>("wgmma, A in registers, columns of B");
+  test_product<Product::both_columns, 8>("wgmma, columns of both");
+  test_product<Product::both_columns, 16>("wgmma, columns of both, 128 of B");
+  test_turns();
   test_move();
   return failures != 0;
 }

@@ -53,6 +53,7 @@ void attention_bwd_dq_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaS
 void attention_fwd_sm90_f16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm90_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm90_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -62,6 +63,8 @@ void attention_bwd_dq_sm80_f16_256_plain(const AttentionBackwardLaunch&, cudaStr
 void attention_bwd_dkv_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm90_f16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_32_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -111,6 +114,7 @@ void attention_bwd_dq_sm80_bf16_128_general(const AttentionBackwardLaunch&, cuda
 void attention_fwd_sm90_bf16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm90_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm90_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_128_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_256_general(const AttentionForwardLaunch&, cudaStream_t);
@@ -120,6 +124,8 @@ void attention_bwd_dq_sm80_bf16_256_plain(const AttentionBackwardLaunch&, cudaSt
 void attention_bwd_dkv_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm90_bf16_256_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_256_plain(const AttentionBackwardLaunch&, cudaStream_t);
+void attention_bwd_sm90_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_256_general(const AttentionBackwardLaunch&, cudaStream_t);
 
 inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm90[] = {
@@ -139,9 +145,15 @@ inline constexpr Instance<AttentionBackwardLaunch> k_attention_bwd_sm90[] = {
     {"attention_bwd_sm90_f16_64_plain", DType::f16, 64, false, attention_bwd_sm90_f16_64_plain},
     {"attention_bwd_sm90_f16_64_general", DType::f16, 64, true, attention_bwd_sm90_f16_64_general},
     {"attention_bwd_sm90_f16_128_plain", DType::f16, 128, false, attention_bwd_sm90_f16_128_plain},
+    {"attention_bwd_sm90_f16_128_general", DType::f16, 128, true, attention_bwd_sm90_f16_128_general},
+    {"attention_bwd_sm90_f16_256_plain", DType::f16, 256, false, attention_bwd_sm90_f16_256_plain},
+    {"attention_bwd_sm90_f16_256_general", DType::f16, 256, true, attention_bwd_sm90_f16_256_general},
     {"attention_bwd_sm90_bf16_64_plain", DType::bf16, 64, false, attention_bwd_sm90_bf16_64_plain},
     {"attention_bwd_sm90_bf16_64_general", DType::bf16, 64, true, attention_bwd_sm90_bf16_64_general},
     {"attention_bwd_sm90_bf16_128_plain", DType::bf16, 128, false, attention_bwd_sm90_bf16_128_plain},
+    {"attention_bwd_sm90_bf16_128_general", DType::bf16, 128, true, attention_bwd_sm90_bf16_128_general},
+    {"attention_bwd_sm90_bf16_256_plain", DType::bf16, 256, false, attention_bwd_sm90_bf16_256_plain},
+    {"attention_bwd_sm90_bf16_256_general", DType::bf16, 256, true, attention_bwd_sm90_bf16_256_general},
 };
 
 inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm80[] = {

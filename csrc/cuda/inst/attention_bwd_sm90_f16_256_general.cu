@@ -1,0 +1,10 @@
+// Written by generate_instances.py.
+#include "../attention_bwd_sm90.cuh"
+
+namespace mha::cuda {
+
+void attention_bwd_sm90_f16_256_general(const AttentionBackwardLaunch& p, cudaStream_t stream) {
+  launch_attention_bwd_sm90<__half, BackwardSm90<256, true>>("attention_bwd_sm90_f16_256_general", p, stream);
+}
+
+}  // namespace mha::cuda
