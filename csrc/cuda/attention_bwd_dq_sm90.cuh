@@ -1,15 +1,11 @@
-// How blocks of attention_bwd_sm90 add up dQ in global memory (p.dq_sum), and
-// the kernel that rounds the sums.
+// How blocks of attention_bwd_sm90 add up dQ in global memory (p.dq_sum), and the kernel that rounds the sums.
 //
-// For a row block of a head, the sums that thread x of a warpgroup has in c[i]
-// of a wgmma accumulator (prim/wgmma.cuh) of columns [8 * n, 8 * n + 8) are
-// four floats from (n * 128 + x) * 4 on, so that a warp adds to 512 bytes in a
-// row.
+// For a row block of a head, the sums that thread x of a warpgroup has in c[i] of a wgmma accumulator (prim/wgmma.cuh)
+// of columns [8 * n, 8 * n + 8) are four floats from (n * 128 + x) * 4 on, so that a warp adds to 512 bytes in a row.
 //
-// Blocks add in any order or, with p.deterministic, take turns (Turns), from
-// the last keys that a row block sees to the first. Those that a block waits
-// for have started before it, as each takes its place by a ticket rather than
-// by its index, and none waits for a block after it.
+// Blocks add in any order or, with p.deterministic, take turns (Turns), from the last keys that a row block sees to the
+// first. Those that a block waits for have started before it, as each takes its place by a ticket rather than by its
+// index, and none waits for a block after it.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
 #include "error.h"

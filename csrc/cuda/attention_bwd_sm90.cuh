@@ -1,19 +1,15 @@
-// Gradients of keys, values and queries on Hopper (compute capability 9.0),
-// fp16 and bf16, head sizes up to kHead.
+// Gradients of keys, values and queries on Hopper (compute capability 9.0), fp16 and bf16, head sizes up to kHead.
 //
-// A block takes kKeys keys of one key/value head and walks over the tiles of 64
-// query rows that see any of them, of all query heads of the group. A producer
-// warp brings keys and values once and, through a ring, tiles of queries, of
-// dout and their numbers (RowBlock). Each of two warpgroups owns 64 keys: S^T =
-// K Q^T and dP^T = V dO^T from shared memory; P^T and dS^T are, as they lie in
-// registers, operand A of dV += P^T dO and dK += dS^T Q. dS^T also goes to
-// shared memory, from where dQ = dS K is made, half of its columns by each
+// A block takes kKeys keys of one key/value head and walks over the tiles of 64 query rows that see any of them, of all
+// query heads of the group. A producer warp brings keys and values once and, through a ring, tiles of queries, of dout
+// and their numbers (RowBlock). Each of two warpgroups owns 64 keys: S^T = K Q^T and dP^T = V dO^T from shared memory
+// (where there is room, K and V from registers); P^T and dS^T are, as they lie in registers, operand A of dV += P^T dO
+// and dK += dS^T Q. dS^T also goes to shared memory, from where dQ = dS K is made, half of its columns by each
 // warpgroup, and added to p.dq_sum.
 //
-// Beyond head size 128 (kShared) registers hold the sums of 64 keys only
-// together: the two warpgroups share the keys, each works out P^T and dS^T for
-// half of a tile's queries, gets the rest through shared memory, and owns half
-// of the columns of dK and dV.
+// Beyond head size 128 (kShared) registers hold the sums of 64 keys only together: the two warpgroups share the keys,
+// each works out P^T and dS^T for half of a tile's queries, gets the rest through shared memory, and owns half of the
+// columns of dK and dV.
 #pragma once
 #include "attention_bwd_dq_sm90.cuh"
 #include "attention_bwd_sm80.cuh"
@@ -27,19 +23,19 @@ struct BackwardSm90 {
   static constexpr bool kGeneral = kGeneral_, kShared = kHead > 128;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers), kStages = 2;
   static constexpr int kKeys = kShared ? 64 : 64 * kConsumers, kQueries = kRowBlock;
+  static constexpr bool kHeld = kHead == 64 && !kGeneral;  // whether registers have room for keys and values
+  static constexpr int kHeldSteps = kHeld ? kHead / 16 : 1;
   // Queries whose scores a warpgroup works out at once: what registers allow.
   static constexpr int kPart = kShared || (kGeneral && kHead > 64) ? 32 : kQueries, kNt = kPart / 8;
-  static constexpr int kColumns = kHead / 64,
-                       kBoxes = kShared ? kColumns / kConsumers : kColumns;  // in all, and own
+  static constexpr int kColumns = kHead / 64, kBoxes = kColumns / (kShared ? kConsumers : 1);  // in all, and own
   static constexpr int kOt = kBoxes * 8;
   // A warpgroup's columns of dQ, and how many eights of them at once.
   static constexpr int kDqColumns = kHead / kConsumers, kDqNt = kDqColumns / 8 / (kGeneral && kHead > 64 ? 2 : 1);
   static constexpr int kKeyBytes = kKeys * kHead * 2, kTileBytes = kQueries * kHead * 2;
   static constexpr int kRowBytes = int(sizeof(RowBlock<float>)), kStageBytes = 2 * kTileBytes;
   static constexpr int kGradientBytes = kKeys * kQueries * 2;
-  // K, V; the ring's tiles; dS^T, twice, so that one barrier per tile is
-  // enough, or (kShared) dS^T and P^T; the rows' numbers. If K holds NaN or
-  // Inf, a copy without them takes the place of the ring's last stage.
+  // K, V; the ring's tiles; dS^T, twice, so that one barrier per tile is enough, or (kShared) dS^T and P^T; the rows'
+  // numbers. If K holds NaN or Inf, a copy without them takes the place of the ring's last stage.
   static constexpr int kRingAt = 2 * kKeyBytes, kCopyAt = kRingAt + (kStages - 1) * kStageBytes;
   static constexpr int kGradientAt = kRingAt + kStages * kStageBytes, kRowsAt = kGradientAt + 2 * kGradientBytes;
   static constexpr int kSharedBytes = 1024 + kRowsAt + kStages * kRowBytes;
@@ -48,8 +44,7 @@ struct BackwardSm90 {
 };
 
 struct AttentionBackwardMaps {
-  CUtensorMap q, dout, k,
-      v;  // boxes of 64 columns: kQueries rows of q and dout, kKeys of k and v
+  CUtensorMap q, dout, k, v;  // boxes of 64 columns: kQueries rows of q and dout, kKeys of k and v
 };
 
 // What a block works on, in shared memory.
@@ -57,14 +52,11 @@ template <class C>
 struct BlockSm90 {
   Sequence sequence;
   int first_key;
-  unsigned hk, first_head, first_block;   // the group's first query head, and
-                                          // that head's first row block
+  unsigned hk, first_head, first_block;   // the group's first query head, and that head's first row block
   bool short_ring;                        // its last stage is in use otherwise
   volatile int added;                     // the row block whose turn the first consumer has to pass on, or -1
-                                          // -1
   int tiles[C::kStages];                  // the number of the tile in each stage; -1: no more
-  uint64_t barriers[1 + 2 * C::kStages];  // keys and values are there; stages
-                                          // are full; stages are free
+  uint64_t barriers[1 + 2 * C::kStages];  // keys and values are there; stages are full; stages are free
   uint16_t specials[2][C::kQueries * C::kHead / 8];  // of a tile of queries and one of dout
 
   __device__ uint32_t keys_full() { return shared_address(barriers); }
@@ -144,6 +136,7 @@ __device__ inline void produce(BlockSm90<C>& block, const AttentionBackwardLaunc
       }
     }
     if (n == 0) {
+      __syncwarp();
       named_barrier<128 * C::kConsumers + 32>(3);
       short_ring = block.short_ring;
     }
@@ -151,10 +144,8 @@ __device__ inline void produce(BlockSm90<C>& block, const AttentionBackwardLaunc
   }
 }
 
-// The consumers wait for keys and values, and see to it that K has a copy
-// without NaN and Inf: a NaN in a key makes dS of those rows NaN that see it;
-// the key itself need not, and must not, do so in dQ = dS K. Returns where it
-// is.
+// The consumers wait for keys and values, and see to it that K has a copy without NaN and Inf: a NaN in a key makes dS
+// of those rows NaN that see it; the key itself need not, and must not, do so in dQ = dS K. Returns where it is.
 template <class T, class C>
 __device__ inline uint32_t await_keys(BlockSm90<C>& block, uint32_t base, unsigned consumer) {
   using Box = TileSm80<T, 64, 128 * C::kConsumers>;
@@ -175,8 +166,7 @@ __device__ inline uint32_t await_keys(BlockSm90<C>& block, uint32_t base, unsign
   return copy;
 }
 
-// Takes NaN and Inf out of a tile of queries and one of dout, if there are any:
-// all consumers together.
+// Takes NaN and Inf out of a tile of queries and one of dout, if there are any: all consumers together.
 template <class T, class C>
 __device__ inline bool take_tile_specials(BlockSm90<C>& block, uint32_t tile, unsigned consumer) {
   using Box = TileSm80<T, 64, 128 * C::kConsumers>;
@@ -189,8 +179,7 @@ __device__ inline bool take_tile_specials(BlockSm90<C>& block, uint32_t tile, un
   return true;
 }
 
-// A block's n-th tile, number `number` of the group's heads. key: the warp's
-// first, of the block's.
+// A block's n-th tile, number `number` of the group's heads. key: the warp's first, of the block's.
 template <class T, class C>
 __device__ inline TileSm90 find_tile(const BlockSm90<C>& block, const AttentionBackwardLaunch& p, uint32_t base,
                                      uint32_t finite_keys, unsigned n, int number, unsigned half, unsigned key) {
@@ -268,23 +257,30 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 
   take_registers<C::kConsumerRegisters>();
-  const unsigned consumer = thread - 128, half = group - 1,
-                 warp = consumer / 32 % 4;                        // warp: of its warpgroup
-  const unsigned key = (C::kShared ? 0 : half * 64) + warp * 16;  // the warp's first, of the block's
+  const unsigned consumer = thread - 128, half = group - 1;
+  const unsigned key = (C::kShared ? 0 : half * 64) + consumer / 32 % 4 * 16;  // the warp's first, of the block's
   const uint32_t finite_keys = await_keys<T, C>(block, base, consumer);
   auto pass_turn = [&] {  // after a barrier that follows what was added and a __threadfence()
     if (p.deterministic && consumer == 0 && block.added >= 0) increment_release(turns.done + block.added);
   };
+  HeldSm90<C> held;
+  if constexpr (C::kHeld) {
+    using Box = TileSm80<T, 64, kAll>;
+    const uint32_t from = base + Box::offset(key + lane % 16, lane / 16);
+    unroll<C::kHead / 16>([&](auto d) {
+      ldmatrix_x4(held.k[d], Box::at_step(from, d));
+      ldmatrix_x4(held.v[d], Box::at_step(from, d) + C::kKeyBytes);
+    });
+  }
   float dk[1][C::kOt][4] = {}, dv[1][C::kOt][4] = {};
   for (unsigned n = 0;; ++n) {
     const Stage<C::kStages> at(n, finite_keys != base);
     mbarrier_wait(block.full(at.index), at.parity);
-    const int number = __shfl_sync(~0u, block.tiles[at.index],
-                                   0);  // the compiler is to know that all threads agree
+    const int number = __shfl_sync(~0u, block.tiles[at.index], 0);  // the compiler is to know that all threads agree
     if (number < 0) break;
     const TileSm90 tile = find_tile<T, C>(block, p, base, finite_keys, n, number, half, key);
     const bool nonfinite = tile.edge && take_tile_specials<T, C>(block, tile.queries, consumer);
-    add_key_gradients<T, C>(dv[0], dk[0], p, tile, half, key + lane % 16, lane);
+    add_key_gradients<T, C>(dv[0], dk[0], p, held, tile, half, key + lane % 16, lane);
     pass_turn();
     await_sums<C>(dv[0], dk[0]);
     if (nonfinite) {

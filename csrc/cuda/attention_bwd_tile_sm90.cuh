@@ -1,5 +1,4 @@
-// What a warpgroup of attention_bwd_sm90 does with one tile of queries that
-// lies in shared memory.
+// What a warpgroup of attention_bwd_sm90 does with one tile of queries that lies in shared memory.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
 #include "attention_fwd_sm90.cuh"
@@ -7,8 +6,13 @@
 
 namespace mha::cuda {
 
-// A tile of queries that has come in, as a thread of a warpgroup sees it.
-// Addresses are of shared memory.
+// A warpgroup's keys and values, as operands, where they are held in registers.
+template <class C>
+struct HeldSm90 {
+  uint32_t k[C::kHeldSteps][4], v[C::kHeldSteps][4];
+};
+
+// A tile of queries that has come in, as a thread of a warpgroup sees it. Addresses are of shared memory.
 struct TileSm90 {
   uint32_t keys, values;    // of the warpgroup
   uint32_t finite_keys;     // of the block: without NaN and Inf
@@ -20,15 +24,19 @@ struct TileSm90 {
                            // and at more than these
 };
 
-// c = A B^T, started: both have rows along kHead, in boxes of 64 columns kARows
-// and kBRows high.
+// c = A B^T, started: both have rows along kHead, in boxes of 64 columns kARows and kBRows high, or A is held.
 template <class T, class C, int kARows, int kBRows, int kNt>
-__device__ inline void start_rows(float (&c)[kNt][4], uint32_t a, uint32_t b, bool add) {
+__device__ inline void start_rows(float (&c)[kNt][4], uint32_t a, const uint32_t (&held)[C::kHeldSteps][4], uint32_t b,
+                                  bool add) {
   const uint64_t rows_a = describe_rows(a), rows_b = describe_rows(b);
 #pragma unroll
-  for (int d = 0; d < C::kHead / 16; ++d)
-    wgmma_rows<T, kNt>(c, further(rows_a, d / 4 * kARows * 128 + d % 4 * 32),
-                       further(rows_b, d / 4 * kBRows * 128 + d % 4 * 32), add || d > 0);
+  for (int d = 0; d < C::kHead / 16; ++d) {
+    const uint64_t step_b = further(rows_b, d / 4 * kBRows * 128 + d % 4 * 32);
+    if constexpr (C::kHeld)
+      wgmma_rows<T, kNt>(c, held[d], step_b, add || d > 0);
+    else
+      wgmma_rows<T, kNt>(c, further(rows_a, d / 4 * kARows * 128 + d % 4 * 32), step_b, add || d > 0);
+  }
 }
 
 // Two tiles of an accumulator, as the functions on fragments take them.
@@ -52,18 +60,18 @@ __device__ inline uint32_t visible_part(const Mask& mask, const GradientPlace& a
   return visible_pairs<1, C::kNt, true, true>(mask, at, lane);
 }
 
-// P^T and dS^T of the warpgroup's 64 keys and of C::kPart queries from `first`
-// on, rounded, as operands.
+// P^T and dS^T of the warpgroup's 64 keys and of C::kPart queries from `first` on, rounded, as operands.
 template <class T, class C>
 __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t (&gradients)[C::kNt / 2][4],
-                                   const AttentionBackwardLaunch& p, const TileSm90& tile, int first, unsigned lane) {
+                                   const AttentionBackwardLaunch& p, const HeldSm90<C>& held, const TileSm90& tile,
+                                   int first, unsigned lane) {
   const GradientPlace at = further(tile.place, first);
   float s[1][C::kNt][4], ds[1][C::kNt][4];
   start_gradients<true, C::kGeneral>(ds, at, lane);
   hold(ds[0]);
   wgmma_fence();
-  start_rows<T, C, C::kKeys, C::kQueries>(s[0], tile.keys, tile.queries + first * 128, false);
-  start_rows<T, C, C::kKeys, C::kQueries>(ds[0], tile.values, tile.douts + first * 128, true);
+  start_rows<T, C, C::kKeys, C::kQueries>(s[0], tile.keys, held.k, tile.queries + first * 128, false);
+  start_rows<T, C, C::kKeys, C::kQueries>(ds[0], tile.values, held.v, tile.douts + first * 128, true);
   wgmma_commit();
   const uint32_t visible = C::kGeneral || tile.edge ? visible_part<C>(p.mask, at, tile.elementwise, lane) : ~0u;
   wgmma_wait<0>();
@@ -80,8 +88,7 @@ __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t 
   }
 }
 
-// c += A B, started, for B of the rows of a tile from `first` on; c has C::kOt
-// * 8 columns.
+// c += A B, started, for B of the rows of a tile from `first` on; c has C::kOt * 8 columns.
 template <class T, class C>
 __device__ inline void start_columns(float (&c)[C::kOt][4], const uint32_t (&a)[C::kNt / 2][4], uint32_t rows,
                                      int first) {
@@ -102,8 +109,7 @@ __device__ inline void start_sums(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4]
   wgmma_commit();
 }
 
-// Packed scores, keys down, to a tile of shared memory that has rows of 64
-// queries, and back. key: this lane's row.
+// Packed scores, keys down, to a tile of shared memory that has rows of 64 queries, and back. key: this lane's row.
 template <class Box, int kSteps>
 __device__ inline void store_part(uint32_t tile, unsigned key, int first, const uint32_t (&a)[kSteps][4],
                                   unsigned lane) {
@@ -127,26 +133,26 @@ __device__ inline void await_sums(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4]
   hold(dv);
 }
 
-// Adds a tile's part to dv and dk and puts dS^T into shared memory, for all
-// consumers. The last products are only started. key: this lane's row of dS^T.
+// Adds a tile's part to dv and dk and puts dS^T into shared memory, for all consumers. The last products are only
+// started. key: this lane's row of dS^T.
 template <class T, class C>
 __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4],
-                                         const AttentionBackwardLaunch& p, const TileSm90& tile, unsigned half,
-                                         unsigned key, unsigned lane) {
+                                         const AttentionBackwardLaunch& p, const HeldSm90<C>& held,
+                                         const TileSm90& tile, unsigned half, unsigned key, unsigned lane) {
   using Box = TileSm80<T, 64, 128 * C::kConsumers>;
   constexpr int kAll = 128 * C::kConsumers;
   uint32_t weights[C::kNt / 2][4], gradients[C::kNt / 2][4];
   if constexpr (!C::kShared) {
 #pragma unroll 1
     for (int first = 0; first < C::kQueries; first += C::kPart) {
-      part_scores<T, C>(weights, gradients, p, tile, first, lane);
+      part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
       start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
       store_part<Box>(tile.gradients, key, first, gradients, lane);
       if constexpr (C::kPart < C::kQueries) await_sums<C>(dv, dk);  // their registers are needed
     }
   } else {
     const int first = half * C::kPart;
-    part_scores<T, C>(weights, gradients, p, tile, first, lane);
+    part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
     start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
     named_barrier<kAll>(1);  // the tile before is done
     store_part<Box>(tile.weights, key, first, weights, lane);
@@ -178,8 +184,7 @@ __device__ inline void start_dq(float (&dq)[C::kDqNt][4], const TileSm90& tile, 
   wgmma_commit();
 }
 
-// Adds what take_specials took out of the tile's queries and dout to the
-// gradients of those keys that they see.
+// Adds what take_specials took out of the tile's queries and dout to the gradients of those keys that they see.
 template <class C>
 __device__ inline void add_tile_specials(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4], const Mask& mask,
                                          const TileSm90& tile, unsigned half, const uint16_t* of_queries,

@@ -19,7 +19,9 @@ namespace {
 
 constexpr int kSize = 64, kTileBytes = kSize * kSize * 2;  // of a; b has 8 * kNt rows or columns instead of 64
 
-enum class Product { rows, columns, both_columns };
+enum class Product { rows, held_rows, columns, both_columns };
+template <Product kProduct>
+constexpr bool kRowsOfB = kProduct == Product::rows || kProduct == Product::held_rows;
 
 // One 64 x (8 * kNt) x 64 product of a warpgroup: c = a b^T, c = a b, or c = a^T b.
 template <Product kProduct, int kNt>
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensor
     mbarrier_arrive_expect(barrier, kTileBytes + kNt * 1024);
     tma_load_4d(a_tile, &map_a, barrier, 0, 0, 0, 0);
     tma_load_4d(b_tile, &map_b, barrier, 0, 0, 0, 0);
-    if (kProduct != Product::rows && kNt == 16) tma_load_4d(b_tile + kTileBytes, &map_b, barrier, kSize, 0, 0, 0);
+    if (!kRowsOfB<kProduct> && kNt == 16) tma_load_4d(b_tile + kTileBytes, &map_b, barrier, kSize, 0, 0, 0);
   }
   float sum[kNt][4] = {};
   uint32_t held[4][4];
@@ -54,6 +56,8 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ CUtensor
   for (int k = 0; k < 4; ++k) {
     if constexpr (kProduct == Product::rows)
       wgmma_rows<bf16, kNt>(sum, describe_rows(a_tile + 32 * k), describe_rows(b_tile + 32 * k), k > 0);
+    else if constexpr (kProduct == Product::held_rows)
+      wgmma_rows<bf16, kNt>(sum, held[k], describe_rows(b_tile + 32 * k), k > 0);
     else if constexpr (kProduct == Product::columns)
       wgmma_columns<bf16, kNt>(sum, held[k], describe_columns(b_tile + 2048 * k, kTileBytes));
     else
@@ -115,8 +119,7 @@ void expect(bool right, const char* what) {
 
 template <Product kProduct, int kNt>
 void test_product(const char* name) {
-  constexpr int kRows = kProduct == Product::rows ? 8 * kNt : kSize,
-                kColumns = kProduct == Product::rows ? kSize : 8 * kNt;
+  constexpr int kRows = kRowsOfB<kProduct> ? 8 * kNt : kSize, kColumns = kRowsOfB<kProduct> ? kSize : 8 * kNt;
   mha::Tensor4 a = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
   mha::Tensor4 b = tools::tensor(mha::DType::bf16, 1, 1, kRows, kColumns, false, 0, 1);
   auto* c = static_cast<float*>(tools::allocate(kSize * 8 * kNt * 4));
@@ -133,7 +136,7 @@ void test_product(const char* name) {
       double want = 0;
       for (int k = 0; k < kSize; ++k)
         want += (kProduct == Product::both_columns ? at(a, k, i) : at(a, i, k)) *
-                (kProduct == Product::rows ? at(b, j, k) : at(b, k, j));
+                (kRowsOfB<kProduct> ? at(b, j, k) : at(b, k, j));
       worst = std::max(worst, std::fabs(want - c[i * 8 * kNt + j]));
     }
   expect(worst < 1e-4, name);
@@ -175,6 +178,7 @@ void test_move() {
 int main() {
   test_product<Product::rows, 4>("wgmma, 32 rows along K");
   test_product<Product::rows, 8>("wgmma, 64 rows along K");
+  test_product<Product::held_rows, 8>("wgmma, A in registers, rows of B along K");
   test_product<Product::columns, 8>("wgmma, A in registers, columns of B");
   test_product<Product::both_columns, 8>("wgmma, columns of both");
   test_product<Product::both_columns, 16>("wgmma, columns of both, 128 of B");
