@@ -105,10 +105,15 @@ class Attention:
     head_dim: int
     causal: bool
     length: int
+    value_dim: int = 0  # 0: head_dim
+
+    def __post_init__(self) -> None:
+        self.value_dim = self.value_dim or self.head_dim
 
     @property
     def name(self) -> str:
-        return f"{self.direction} D{self.head_dim} {'causal' if self.causal else 'full'}"
+        sizes = f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.direction} D{sizes} {'causal' if self.causal else 'full'}"
 
     @property
     def heads(self) -> int:
@@ -121,10 +126,11 @@ class Attention:
 
     @property
     def tensor_bytes(self) -> int:
-        return self.heads * self.length * self.head_dim * 2
+        return self.heads * self.length * (self.head_dim + self.value_dim)
 
     def count(self) -> Counters:
-        q, k, v, dout = (on_device(1, self.heads, self.length, self.head_dim) for _ in range(4))
+        sizes = (self.head_dim, self.head_dim, self.value_dim, self.value_dim)
+        q, k, v, dout = (on_device(1, self.heads, self.length, size) for size in sizes)
         mask = mha_ext.masks.Causal() if self.causal else None
         if self.direction == "forward":
             return count(lambda: mha_ext.attention(q, k, v, mask=mask))
@@ -145,7 +151,7 @@ class Attention:
         return {limit: amount / PER_CLOCK[limit] / self.scores for limit, amount in spent.items()}
 
     def useful_flop(self) -> int:
-        return (4 if self.direction == "forward" else 10) * self.head_dim
+        return (2 if self.direction == "forward" else 5) * (self.head_dim + self.value_dim)
 
     def cells(self, all_kernels: Counters) -> list[str]:
         counters = all_kernels.main()
@@ -173,7 +179,8 @@ class Attention:
 
 
 def attention_rows(length: int) -> list[Attention]:
-    rows = [Attention("forward", head, causal, length) for head in (64, 128) for causal in (False, True)]
+    sizes = ((64, 64), (128, 128), (192, 128), (256, 256))
+    rows = [Attention("forward", head, causal, length, value) for head, value in sizes for causal in (False, True)]
     for direction in ("backward", "backward (repeatable)"):
         rows += [Attention(direction, head, causal, length) for head in (64, 128, 256) for causal in (False, True)]
     return rows
@@ -187,6 +194,7 @@ def memory_calls(length: int) -> dict[str, tuple[Callable[[], object], int, int]
     weights = mha_ext.masked_softmax(scores)
     joined, split = on_device(1, length, model), on_device(1, model // head_dim, length, head_dim)
     mix, bias = on_device(model // head_dim, model // head_dim), on_device(model)
+    query, cache = on_device(1, 32, 1, 128), on_device(2, 1, 8, length, 128)
     return {
         "softmax": (lambda: mha_ext.masked_softmax(dense), dense.numel(), 2),
         "softmax, causal": (lambda: mha_ext.masked_softmax(dense, mha_ext.masks.Causal()), dense.numel(), 2),
@@ -194,6 +202,7 @@ def memory_calls(length: int) -> dict[str, tuple[Callable[[], object], int, int]
         "split_heads": (lambda: mha_ext.split_heads(joined, model // head_dim), joined.numel(), 2),
         "split_heads with bias": (lambda: mha_ext.split_heads(joined, model // head_dim, bias), joined.numel(), 2),
         "merge_heads": (lambda: mha_ext.merge_heads(split), split.numel(), 2),
+        "decoding, 32 heads on 8": (lambda: mha_ext.attention(query, *cache), cache.numel(), 1),
         "merge_heads with mix": (lambda: mha_ext.merge_heads(split, mix), split.numel(), 2),
     }
 

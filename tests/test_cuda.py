@@ -60,6 +60,8 @@ ALIGNED = [
         cases.Case(2, 8, 2, 3, 600, 64, 64, torch.bfloat16, "causal"),
         cases.Case(1, 12, 2, 11, 1100, 128, 128, torch.bfloat16, "window & padding"),
         cases.Case(2, 6, 2, 1, 700, 192, 128, torch.float16, "padding", sinks=True),
+        cases.Case(2, 8, 2, 1, 300, 128, 128, torch.bfloat16, "window"),
+        cases.Case(1, 4, 1, 1, 900, 64, 64, torch.float16, "causal", "1,H,Sq,Sk"),
         cases.Case(1, 8, 1, 5, 300, 64, 64, torch.bfloat16, "dense_b1", softcap=3.0),
     )
 ]

@@ -15,6 +15,7 @@ struct Plan {
   const Instance<AttentionForwardLaunch>* main = nullptr;  // null: attention_fwd_simple
   const Instance<AttentionForwardLaunch>* weights = nullptr;
   AttentionForwardLaunch launch;
+  bool heads_as_rows = false;  // main takes the problem that way
   std::size_t tiles_bytes = 0;
   const char* not_sm90 = nullptr;
 };
@@ -28,7 +29,7 @@ bool plain(const AttentionForwardLaunch& p) {
 const Instance<AttentionForwardLaunch>* find(std::span<const Instance<AttentionForwardLaunch>> table,
                                              const AttentionForwardLaunch& p, bool plain) {
   for (const auto& instance : table)
-    if (instance.dtype == p.dtype && std::max(p.D, p.Dv) <= instance.head && (instance.general || plain))
+    if (instance.dtype == p.dtype && p.D <= instance.head && p.Dv <= instance.value_head && (instance.general || plain))
       return &instance;
   return nullptr;
 }
@@ -40,6 +41,40 @@ int multiprocessors() {
   return count;
 }
 
+void set_alignment(AttentionForwardLaunch& p) {
+  const std::size_t size = size_of(p.dtype);
+  p.aligned_q = aligned_16(p.q, size);
+  p.aligned_k = aligned_16(p.k, size);
+  p.aligned_v = aligned_16(p.v, size);
+  p.aligned_out = aligned_16(p.out, size);
+}
+
+// With one query per sample, the query heads that share a key/value head become the rows of one head, so that keys and
+// values are read once for all of them. False, and nothing is changed, where the heads must be told apart.
+bool heads_as_rows(AttentionForwardLaunch& p) {
+  Mask& m = p.mask;
+  const int64_t group = p.Hk ? p.H / p.Hk : 1, first = std::max<int64_t>(m.band_lo, 0),
+                end = std::min(m.band_hi + 1, p.Sk);
+  if (p.Sq != 1 || group == 1 || p.q_starts || p.rows_stride_h != 1 || p.dropout.rng_state || p.bias_relative ||
+      p.weights.data || m.elementwise() || m.top_left)
+    return false;
+  if (first > 0 || end < p.Sk) {  // the band is that of row 0
+    if (m.begin || m.end || p.bias.data || first >= end) return false;
+    const auto from_first = [&](Tensor4& t) {
+      t.data = static_cast<char*>(t.data) + first * t.stride[2] * int64_t(size_of(p.dtype));
+    };
+    from_first(p.k), from_first(p.v);
+    p.Sk = end - first;
+  }
+  m.band_lo = -kNoLimit, m.band_hi = kNoLimit;
+  m.begin_stride_q = m.end_stride_q = 0;
+  for (Tensor4* t : {&p.q, &p.out, &p.bias}) t->stride[2] = t->stride[1], t->stride[1] *= group;
+  p.rows_stride_h = group;
+  p.H = p.Hk, p.Sq = group;
+  set_alignment(p);
+  return true;
+}
+
 // In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill
 // it, each with at least 256 keys.
 int key_splits(const AttentionForward& p, int block_rows) {
@@ -48,28 +83,35 @@ int key_splits(const AttentionForward& p, int block_rows) {
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 
+// The instance that takes p, and the number of parts.
+void choose_main(Plan& plan, const AttentionForwardLaunch& p) {
+  const bool plain = cuda::plain(p);
+  plan.not_sm90 = refusal_sm90(p);
+  plan.main = plan.not_sm90 ? nullptr : find(kernels_sm90().attention_fwd, p, plain);
+  const bool sm90 = plan.main;
+  if (!plan.not_sm90 && !sm90) plan.not_sm90 = kNoInstanceSm90;
+  if (!sm90) plan.main = find(k_attention_fwd_sm80, p, plain);
+  if (plan.main) plan.launch.splits = key_splits(p, sm90 || plan.main->head <= 128 ? 128 : 64);
+}
+
 Plan plan(const AttentionForward& p) {
   Plan plan;
   static_cast<AttentionForward&>(plan.launch) = p;
   static_cast<Numbers&>(plan.launch) = numbers(p.scale, p.softcap, p.dropout);
-  const std::size_t size = size_of(p.dtype);
-  plan.launch.aligned_q = aligned_16(p.q, size);
-  plan.launch.aligned_k = aligned_16(p.k, size);
-  plan.launch.aligned_v = aligned_16(p.v, size);
-  plan.launch.aligned_out = aligned_16(p.out, size);
+  set_alignment(plan.launch);
   plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
   if (p.store.table || p.store.quantised) {  // attention_fwd_simple takes them
     plan.not_sm90 = "they don't take caches with pages or of 8 bits";
     return plan;
   }
-  const bool plain = cuda::plain(plan.launch);
-  plan.not_sm90 = refusal_sm90(p);
-  if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_fwd, plan.launch, plain);
-  if (!plan.not_sm90 && !plan.main) plan.not_sm90 = kNoInstanceSm90;
-  if (!plan.main) plan.main = find(k_attention_fwd_sm80, plan.launch, plain);
-  if (!plan.main) return plan;
-  plan.weights = find(k_attention_weights_sm80, plan.launch, false);
-  plan.launch.splits = key_splits(p, plan.main->head <= 128 ? 128 : 64);
+  AttentionForwardLaunch main = plan.launch;
+  plan.heads_as_rows = heads_as_rows(main);
+  choose_main(plan, main);
+  if (plan.heads_as_rows && p.sinks && plan.launch.splits == 1) {  // main would have to join the sinks
+    plan.heads_as_rows = false;
+    choose_main(plan, plan.launch);
+  }
+  if (plan.main) plan.weights = find(k_attention_weights_sm80, plan.launch, false);
   return plan;
 }
 
@@ -87,7 +129,7 @@ void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
 
 std::size_t attention_fwd_workspace(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  const std::size_t partial = plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->head + 2) : 0;
+  const std::size_t partial = plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->value_head + 2) : 0;
   return partial * sizeof(float) + plan.tiles_bytes;
 }
 
@@ -102,17 +144,19 @@ void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stre
   AttentionForwardLaunch& launch = plan.launch;
   const std::size_t rows = plan.main ? partial_rows(launch) : 0;
   launch.partial_out = static_cast<float*>(workspace);
-  launch.partial_lse = launch.partial_out + rows * (plan.main ? plan.main->head : 0);
+  launch.partial_lse = launch.partial_out + rows * (plan.main ? plan.main->value_head : 0);
   launch.partial_rest = launch.partial_lse + rows;
   if (plan.tiles_bytes) launch.tiles.code = reinterpret_cast<uint8_t*>(launch.partial_rest + rows);
   mask_tiles(launch, launch.tiles, stream);
   if (!plan.main) return attention_fwd_simple(launch, stream);
-  plan.main->launch(launch, stream);
+  AttentionForwardLaunch main = launch;
+  if (plan.heads_as_rows) heads_as_rows(main);
+  plan.main->launch(main, stream);
   if (launch.splits > 1) {
     if (p.dtype == DType::f16)
-      combine<__half>(launch, plan.main->head, stream);
+      combine<__half>(launch, plan.main->value_head, stream);
     else
-      combine<__nv_bfloat16>(launch, plan.main->head, stream);
+      combine<__nv_bfloat16>(launch, plan.main->value_head, stream);
   }
   if (p.weights.data && p.Sk > 0) plan.weights->launch(launch, stream);
 }

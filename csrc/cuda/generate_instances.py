@@ -11,10 +11,11 @@ HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
 SM90_HEADS = (64, 128, 256)
+SM90_FORWARD_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of queries and keys, of values
 
 
 def table():
-    """(kernel, dtype, head size, variant, what the template is given)"""
+    """(kernel, dtype, head size, or those of queries and keys and of values, variant, what the template is given)"""
     for dtype, type_name in HALF.items():
         for head in HEADS:
             for variant, general in (("plain", "false"), ("general", "true")):
@@ -28,11 +29,13 @@ def table():
                 yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false>"
                 yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
             for variant, general in (("plain", "false"), ("general", "true")):
-                if head in SM90_HEADS and (variant == "plain" or head <= 128):  # more would not fit into registers
-                    yield "attention_fwd_sm90", dtype, head, variant, f"{type_name}, ForwardSm90<{head}, {general}>"
                 if head in SM90_HEADS:
                     yield "attention_bwd_sm90", dtype, head, variant, f"{type_name}, BackwardSm90<{head}, {general}>"
             yield "attention_bwd_dbias_sm80", dtype, head, "general", f"{type_name}, BackwardQueriesSm80<{head}, true, true>"
+        for heads in SM90_FORWARD_HEADS:
+            for variant, general in (("plain", "false"), ("general", "true")):
+                arguments = f"{type_name}, ForwardSm90<{heads[0]}, {heads[1]}, {general}>"
+                yield "attention_fwd_sm90", dtype, heads, variant, arguments
 
 
 LAUNCH = {
@@ -53,12 +56,13 @@ FUNCTION = {"attention_bwd_dkv_sm80": "attention_bwd_sm80"}
 
 def files():
     declarations, rows = [], {kernel: [] for kernel in LAUNCH}
-    for kernel, dtype, head, variant, arguments in table():
-        name = f"{kernel}_{dtype}_{head}_{variant}"
+    for kernel, dtype, heads, variant, arguments in table():
+        head, value_head = heads if isinstance(heads, tuple) else (heads, heads)
+        name = f"{kernel}_{dtype}_{head if head == value_head else f'{head}_{value_head}'}_{variant}"
         launch = LAUNCH[kernel]
         declarations.append(f"void {name}(const {launch}&, cudaStream_t);")
         general = "true" if variant == "general" else "false"
-        rows[kernel].append(f'    {{"{name}", DType::{dtype}, {head}, {general}, {name}}},')
+        rows[kernel].append(f'    {{"{name}", DType::{dtype}, {head}, {value_head}, {general}, {name}}},')
         source = (
             f"// Written by generate_instances.py.\n"
             f'#include "../{SOURCE.get(kernel, kernel)}.cuh"\n\n'

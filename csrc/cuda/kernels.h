@@ -18,7 +18,7 @@ template <class Launch>
 struct Instance {
   const char* name;
   DType dtype;
-  int head;  // the largest head size
+  int head, value_head;  // the largest head sizes, of queries and keys and of values
   bool general;
   void (*launch)(const Launch&, cudaStream_t);
 };

@@ -1,5 +1,6 @@
 // The wrappers of compute capability 9.0's instructions, each in a small kernel. Built and run by hand, or by CI on the
 // simulated device: nvcc -std=c++20 -gencode arch=compute_90a,code=compute_90a -cudart shared tests/cuda/prim_sm90.cu
+#include "../../csrc/cuda/prim/cluster.cuh"
 #include "../../csrc/cuda/prim/convert.cuh"
 #include "../../csrc/cuda/prim/ldmatrix.cuh"
 #include "../../csrc/cuda/prim/math.cuh"
@@ -111,6 +112,38 @@ __global__ void __launch_bounds__(32) add_in_turns(const float* values, float* s
   if (threadIdx.x == 0) increment_release(done);
 }
 
+// Two blocks load half of a tile each, for both; then each one writes out the whole and what the other one says.
+__global__ void __cluster_dims__(2) __launch_bounds__(128)
+    share(const __grid_constant__ CUtensorMap half_of_a, uint32_t* out, int* said) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ uint64_t barrier_words[2];
+  __shared__ int word;
+  const uint32_t tile = (shared_address(shared) + 1023) & ~1023u, full = shared_address(barrier_words),
+                 heard = full + 8, rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    word = 100 + int(rank);
+    mbarrier_init(full, 1), mbarrier_init(heard, 2);
+    fence_mbarrier_init();
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(full, kTileBytes);
+    tma_load_4d_multicast(tile + rank * kTileBytes / 2, &half_of_a, full, 3, 0, int(rank) * kSize / 2, 0, 0);
+    said[rank] = load_from_cluster(address_in(shared_address(&word), rank ^ 1));
+    mbarrier_arrive_there(address_in(heard, 0)), mbarrier_arrive_there(address_in(heard, 1));
+  }
+  mbarrier_wait(full, 0);
+  mbarrier_wait(heard, 0);
+  for (int i = threadIdx.x; i < kTileBytes / 16; i += 128) {
+    const uint32_t row = i / 8, chunk = i % 8;
+    reinterpret_cast<uint4*>(out)[rank * kTileBytes / 16 + i] =
+        load_shared_16(tile + row * 128 + (chunk ^ row % 8) * 16);
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
 int failures = 0;
 void expect(bool right, const char* what) {
   std::printf("%s %s\n", right ? "ok  " : "FAIL", what);
@@ -173,6 +206,18 @@ void test_move() {
   }
 }
 
+void test_share() {
+  const mha::Tensor4 a = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
+  auto* out = static_cast<uint32_t*>(tools::allocate(2 * kTileBytes));
+  auto* said = static_cast<int*>(tools::allocate(8));
+  share<<<2, 128, kTileBytes + 1024>>>(tensor_map<bf16>(a, {1, 1, kSize, kSize}, kSize / 2), out, said);
+  check(cudaDeviceSynchronize(), "share");
+  for (int rank = 0; rank < 2; ++rank) {
+    expect(std::memcmp(out + rank * kTileBytes / 4, a.data, kTileBytes) == 0, "TMA to both blocks of a cluster");
+    expect(said[rank] == 100 + 1 - rank, "shared memory of the other block");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -184,5 +229,6 @@ int main() {
   test_product<Product::both_columns, 16>("wgmma, columns of both, 128 of B");
   test_turns();
   test_move();
+  test_share();
   return failures != 0;
 }

@@ -4,7 +4,7 @@
 namespace mha::cuda {
 
 void attention_fwd_sm90_bf16_128_plain(const AttentionForwardLaunch& p, cudaStream_t stream) {
-  launch_attention_fwd_sm90<__nv_bfloat16, ForwardSm90<128, false>>("attention_fwd_sm90_bf16_128_plain", p, stream);
+  launch_attention_fwd_sm90<__nv_bfloat16, ForwardSm90<128, 128, false>>("attention_fwd_sm90_bf16_128_plain", p, stream);
 }
 
 }  // namespace mha::cuda

@@ -4,7 +4,7 @@
 namespace mha::cuda {
 
 void attention_fwd_sm90_bf16_64_general(const AttentionForwardLaunch& p, cudaStream_t stream) {
-  launch_attention_fwd_sm90<__nv_bfloat16, ForwardSm90<64, true>>("attention_fwd_sm90_bf16_64_general", p, stream);
+  launch_attention_fwd_sm90<__nv_bfloat16, ForwardSm90<64, 64, true>>("attention_fwd_sm90_bf16_64_general", p, stream);
 }
 
 }  // namespace mha::cuda

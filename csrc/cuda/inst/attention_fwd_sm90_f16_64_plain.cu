@@ -4,7 +4,7 @@
 namespace mha::cuda {
 
 void attention_fwd_sm90_f16_64_plain(const AttentionForwardLaunch& p, cudaStream_t stream) {
-  launch_attention_fwd_sm90<__half, ForwardSm90<64, false>>("attention_fwd_sm90_f16_64_plain", p, stream);
+  launch_attention_fwd_sm90<__half, ForwardSm90<64, 64, false>>("attention_fwd_sm90_f16_64_plain", p, stream);
 }
 
 }  // namespace mha::cuda
