@@ -27,6 +27,15 @@ inline void few_queries(Unit* dst, const void* src, DType type, const int64_t* o
   }
 }
 
+// Lane l: the sum of x[l] over its lanes. An ISA may overload this with something better.
+template <class T>
+MHA_INLINE Vec<T> reduce_block(Vec<T>* x) {
+  transpose_block(x);
+  Vec<T> even = x[0], odd = x[1];
+  for (int l = 2; l < Vec<T>::lanes; l += 2) even = even + x[l], odd = odd + x[l + 1];
+  return even + odd;
+}
+
 // Four queries against kKeys keys: sum[4 * key + query], to be added up over the lanes.
 template <class Unit, int kKeys>
 MHA_INLINE void dot_step(const Unit* const* key, const Unit* q, int64_t ld, int n,
@@ -75,12 +84,7 @@ inline void few_scores(const Broadcast<Unit>& key, int keys, int n, const Unit* 
       Vec<T> sum[4 * kKeys];
       dot_step<Unit, kKeys>(row, q + r * ld, ld, n, sum);
       T total[4 * kKeys];
-      for (int i = 0; i < 4 * kKeys; i += L) {
-        transpose_block(sum + i);
-        Vec<T> even = sum[i], odd = sum[i + 1];
-        for (int l = 2; l < L; l += 2) even = even + sum[i + l], odd = odd + sum[i + l + 1];
-        store(total + i, even + odd);
-      }
+      for (int i = 0; i < 4 * kKeys; i += L) store(total + i, reduce_block(sum + i));
       for (int i = 0; i < kKeys && j + i < keys; ++i) {
         std::memcpy(score + (j + i) * kMaxRows + r, total + 4 * i, std::size_t(std::min(4, rows - r)) * sizeof(T));
       }

@@ -22,6 +22,7 @@
 #include "kernels.h"
 
 #define MHA_INLINE inline __attribute__((always_inline))
+#define MHA_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace mha::cpu {
 

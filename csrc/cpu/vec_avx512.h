@@ -99,6 +99,26 @@ MHA_INLINE void transpose_block(VecF* x) {
   }
 }
 
+// Lane l: the sum of x[l] over its lanes. Halving from vectors to vectors takes 30 shuffles, a transpose first 64.
+MHA_INLINE VecF reduce_block(VecF* x) {
+  __m512 a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i) {
+    a[i] =
+        _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i].v, x[2 * i + 1].v), _mm512_unpackhi_ps(x[2 * i].v, x[2 * i + 1].v));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+  // Now quarter q of b[i] holds the sums over the quarters q of x[4 * i] .. x[4 * i + 3].
+  for (int i = 0; i < 2; ++i) {
+    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xDD));
+  }
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD))};
+}
+
 // ---- double
 MHA_INLINE VecD set1(double x) { return {_mm512_set1_pd(x)}; }
 MHA_INLINE VecD load(const double* p) { return {_mm512_loadu_pd(p)}; }
