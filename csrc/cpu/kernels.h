@@ -10,7 +10,7 @@ namespace mha::cpu {
 struct Threads {
   int count = 1;  // at most this many calls of body run at once
   // Calls body(context, thread) once for each thread in [0, count), possibly at the same time. Kernels share out their
-  // tasks among the threads with an atomic counter. An exception in body reaches the caller of run.
+  // tasks among the threads by for_each_task. An exception in body reaches the caller of run.
   void (*run)(int count, void (*body)(void* context, int thread), void* context) = nullptr;
 };
 

@@ -1,4 +1,6 @@
 // Where the kernels for compute capability 9.0 are found, and what they take.
+#include <algorithm>
+
 #include "error.h"
 #include "kernels.h"
 #include "tensor_map.h"
@@ -22,7 +24,7 @@ const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout) {
   if (major != 9) return "the GPU has another compute capability";
   if (p.dtype != DType::f16 && p.dtype != DType::bf16) return "they take float16 and bfloat16";
   if (std::max(p.D, p.Dv) > 256) return "they take head sizes up to 256";
-  if (p.B * p.H * p.Sq * p.Sk * p.D * p.Dv == 0) return "a size is 0";
+  if (std::min({p.B, p.H, p.Sq, p.Sk, p.D, p.Dv}) == 0) return "a size is 0";
   const bool reads = tma_reads(p.q, query_sizes(p, p.D)) && tma_reads(p.k, key_sizes(p, p.D)) &&
                      tma_reads(p.v, key_sizes(p, p.Dv)) && (!dout || tma_reads(*dout, query_sizes(p, p.Dv)));
   return reads ? nullptr

@@ -29,7 +29,7 @@ NO_MASK = MaskArgs()
 
 
 class Mask:
-    """Base of all masks. Subclasses define lower() and to_dense()."""
+    """Base of all masks. Subclasses define lower() and _visible()."""
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):

@@ -22,7 +22,8 @@ double worst_ulps(const std::vector<T>& x, const std::vector<T>& y, double (*exa
   for (size_t i = 0; i < x.size(); ++i) {
     const double want = exact(double(x[i]));
     const double ulp = std::ldexp(sizeof(T) == 4 ? 0x1p-23 : 0x1p-52, std::max(std::ilogb(want), -125));
-    worst = std::max(worst, std::fabs(double(y[i]) - want) / ulp);
+    const double error = std::fabs(double(y[i]) - want) / ulp;
+    worst = std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(worst, error);
   }
   return worst;
 }
