@@ -13,8 +13,8 @@ namespace {
 
 using Kernel = Instance<AttentionBackwardLaunch>;
 
-// One pass with atomics and the rounding of dq (which the kernel for 9.0 does itself), or without them two passes. All
-// null: attention_bwd_simple.
+// One pass that adds up dq, and its rounding (which the kernels for 9.0 do themselves: round is null); or two passes,
+// dkv and dq. All null: attention_bwd_simple.
 struct Plan {
   const Kernel *main = nullptr, *round = nullptr;
   const Kernel *dkv = nullptr, *dq = nullptr;
