@@ -5,7 +5,7 @@ Arguments and shapes are those of the schemas in csrc/torch/schemas.cpp.
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reas
 if build_info["cuda"] and torch.version.cuda is not None:
     from . import _C_cuda  # registers the CUDA kernels
 
-    with contextlib.suppress(ImportError):  # not built where other architectures were asked for
+    if importlib.util.find_spec("mha_ext._C_cuda_sm90"):  # not built where other architectures were asked for
         from . import _C_cuda_sm90
 
         _C_cuda.use_sm90(_C_cuda_sm90.kernels())
@@ -51,16 +51,16 @@ dropout_mask = torch.ops.mha_ext.dropout_mask.default
 draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
 
 
-def attention_kernels(deterministic: bool, *arguments: Any) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
+def attention_kernels(deterministic: bool, *arguments: Any) -> list[tuple[str, str | None]]:
     """What attention_fwd(*arguments) on a GPU would run, without running it, and backward after it: for each the kernel's
-    name and why it is none of those for compute capability 9.0, or None."""
+    name and why it is none of those for compute capability 9.0, or None. Empty for fake tensors."""
     _C_cuda.note_kernels(deterministic)
     try:
         with torch.no_grad():
             torch.ops.mha_ext.attention_fwd(*arguments)
     finally:
         kernels = _C_cuda.noted_kernels()
-    return kernels
+    return [(name, why) for name, why in kernels if name is not None]
 
 
 @torch.library.impl(library, "draw_rng_state", "CompositeExplicitAutograd")

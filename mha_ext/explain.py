@@ -223,8 +223,9 @@ def _kernel(call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
             deterministic, q, k, v, call.added, *call.args, *call.packed, call.sinks, scale, softcap, dropout_p, state,
             False, False,
         )  # fmt: skip
-        refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
-        return " and ".join(name for name, _ in chosen), 1, refusals, numbers
+        if chosen:
+            refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
+            return " and ".join(name for name, _ in chosen), 1, refusals, numbers
     return f"{op} on {q.device.type}", 1, {}, numbers
 
 

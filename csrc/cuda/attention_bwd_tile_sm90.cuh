@@ -146,17 +146,17 @@ __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::
 #pragma unroll 1
     for (int first = 0; first < C::kQueries; first += C::kPart) {
       part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
+      store_part<Box>(tile.gradients, key, first, gradients, lane);  // first: products in flight own their registers
       start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
-      store_part<Box>(tile.gradients, key, first, gradients, lane);
       if constexpr (C::kPart < C::kQueries) await_sums<C>(dv, dk);  // their registers are needed
     }
   } else {
     const int first = half * C::kPart;
     part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
-    start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
     named_barrier<kAll>(1);  // the tile before is done
     store_part<Box>(tile.weights, key, first, weights, lane);
     store_part<Box>(tile.gradients, key, first, gradients, lane);
+    start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
   }
   fence_async_proxy();
   if (p.deterministic) __threadfence();  // what was added of the tile before

@@ -7,10 +7,6 @@
 
 namespace mha::cuda {
 
-__device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // The box at (c0, c1, c2, c3), innermost first; its bytes arrive at the mbarrier.
 __device__ inline void tma_load_4d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
                                    int c3) {
