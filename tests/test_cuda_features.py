@@ -11,6 +11,7 @@ import pytest
 import torch
 from on_cuda import backward, forward, modifiers, moved, prepared, to_cuda, truth
 
+import mha_ext
 from mha_ext import masks
 
 pytestmark = pytest.mark.cuda
@@ -225,3 +226,26 @@ def test_block_sparse_and_causal(dtype, block_size, deterministic):
     (out, lse), grads = both((x.q, x.k, x.v), x.dout, modifiers(c, x), deterministic)
     x.k, x.v = (t.masked_fill(hidden, 0).requires_grad_() for t in (x.k, x.v))
     oracle.check({"out": out, "lse": lse, **dict(zip("qkv", grads))}, truth(c, x))
+
+
+def test_qkvpacked_equals_its_slices_to_the_bit_and_writes_its_gradient_in_one_piece():
+    torch.manual_seed(0)
+    qkv, dout = torch.randn(2, 40, 4 + 2 * 2, 64).bfloat16().cuda(), torch.randn(2, 40, 4, 64).bfloat16().cuda()
+    qkv.requires_grad_()
+    out = mha_ext.attention_qkvpacked(qkv, 4, mask=masks.Causal(), deterministic=True)
+    (gradient,) = torch.autograd.grad(out, qkv, dout.view(out.shape))
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in qkv.split([4, 2, 2], dim=2))
+    expected = mha_ext.attention(q, k, v, mask=masks.Causal(), deterministic=True)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2))
+    assert torch.equal(out.detach().view(dout.shape).cpu(), expected.detach().transpose(1, 2).cpu())
+    assert gradient.is_contiguous() and gradient.shape == qkv.shape
+    for mine, its in zip(gradient.cpu().split([4, 2, 2], dim=2), gradients, strict=True):
+        assert torch.equal(mine, its.transpose(1, 2).cpu())
+
+
+def test_vmap_is_a_loop():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 4, 20, 64).bfloat16().cuda() for _ in range(3))
+    mapped = torch.vmap(lambda *x: mha_ext.attention(*x, mask=masks.Causal()))(q, k, v)
+    for i in range(3):
+        assert torch.equal(mapped[i].cpu(), mha_ext.attention(q[i], k[i], v[i], mask=masks.Causal()).cpu())
