@@ -75,13 +75,14 @@ def run_logged(command: list[str], log: Path, seconds: float, **environment: str
 def build(log: Path, seconds: float) -> dict:
     """For this GPU alone: its driver would take minutes to translate the PTX of a build for another."""
     major, minor = torch.cuda.get_device_capability()
+    architectures = f"{major}.{minor}" + (";9.0a" if major == 9 else "")  # which has kernels of its own
     if importlib.util.find_spec("ninja") is None:
         print("ninja is missing: the build uses one core", file=sys.stderr)
     flags = ("-v", "--no-build-isolation", "--no-deps", "--no-index")
     command = [sys.executable, "-m", "pip", "install", *flags, "-e", "."]
     environment = {
         "MHA_EXT_CUDA": "1",
-        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}"),
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", architectures),
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 2)),
     }
     start = time.perf_counter()

@@ -19,6 +19,7 @@ TOKENS, MODEL = 16384, 2048  # of every attention row: B * S and H * D
 LENGTHS = (16384, 8192, 4096, 2048, 1024, 512)  # the longest first: the goals are about it
 HEADS_SHAPE = (128, 32, 2048, 128)  # B, H, S, D: a tensor of 2 GiB, of which caches keep nothing
 SOFTMAX_SHAPES = ((8, 16, 2048), (1, 4, 16384))  # B, H, S
+DECODE_SHAPES = ((16, 16384), (1, 131072))  # B, Sk, with 32 query heads of 128 on 8; the second needs its keys split
 MATH_LENGTH = 4096  # beyond, torch's unfused way takes tens of GB
 BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
@@ -182,6 +183,20 @@ def softmax_rows() -> Iterator[Callable[[], Row]]:
             yield lambda kind=kind, shape=shape: kind(*shape)
 
 
+def decode_rows() -> Iterator[Callable[[], Row]]:
+    def decode(B: int, Sk: int) -> Row:
+        q, k, v = random(B, 32, 1, 128), random(B, 8, Sk, 128), random(B, 8, Sk, 128)
+        return memory_row(
+            f"decode B{B} H32/8 Sk{Sk} D128",
+            k.nbytes + v.nbytes,
+            theirs=lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            ours=lambda: mha_ext.attention(q, k, v),
+        )
+
+    for shape in DECODE_SHAPES:
+        yield lambda shape=shape: decode(*shape)
+
+
 def attention_pair(length: int, head_dim: int, causal: bool) -> list[Row]:
     """Forward, then backward alone, of one shape. Visible pairs count, 4 FLOP per pair and head dimension forward."""
     B, H = TOKENS // length, MODEL // head_dim
@@ -264,10 +279,10 @@ def attempt(name: str, rows: Callable[[], list[Row]], deadline: float) -> list[d
 
 def measured_rows(deadline: float) -> Iterator[dict]:
     """Every row as it is done; once the deadline (of time.monotonic) is near, what is left is only named."""
-    for number, make in enumerate((*split_and_merge_rows(), *softmax_rows())):
+    for number, make in enumerate((*split_and_merge_rows(), *softmax_rows(), *decode_rows())):
         yield from attempt(f"memory row {number}", lambda make=make: [make()], deadline)
     for length in LENGTHS:
-        for head_dim in (128, 64):
+        for head_dim in (128, 64, 256) if length == LENGTHS[0] else (128, 64):
             for causal in (False, True):
                 name = f"D{head_dim} {'causal' if causal else 'full'} S{length}"
                 pair = partial(attention_pair, length, head_dim, causal)
