@@ -254,8 +254,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     rows = [row.cells(row.count()) for row in tqdm(attention_rows(args.length), unit="row", file=sys.stderr)]
     print(
-        f"bf16, S={args.length}. Each cell: mha_ext / flash-attention (2, or 3 beside wgmma), per visible score; wavefronts per 1024 scores; loads "
-        "and stores in units of one tensor.\n"
+        f"bf16, S={args.length}. Each cell: mha_ext / flash-attention (2, or 3 beside wgmma), per visible score; "
+        "wavefronts per 1024 scores; loads and stores in units of one tensor.\n"
     )
     head = ["kernel", "instr", "mma FLOP", "exp", "shared wavefronts", "loads", "stores"]
     print(

@@ -110,8 +110,12 @@ def attention_varlen(
 
 
 def attention_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, *, mask: masks.Mask | Tensor | None = None, bias: Tensor | biases.Bias | None = None, scale: float | None = None, dropout_p: float = 0.0,
-    softcap: float = 0.0, sinks: Tensor | None = None, pre_mix: Tensor | None = None, post_mix: Tensor | None = None, rng_state: Tensor | None = None, deterministic: bool | None = None, return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, *, mask: masks.Mask | Tensor | None = None,
+    bias: Tensor | biases.Bias | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    softcap: float = 0.0, sinks: Tensor | None = None, pre_mix: Tensor | None = None,
+    post_mix: Tensor | None = None, rng_state: Tensor | None = None, deterministic: bool | None = None,
+    return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """attention_varlen for tensors that aren't nested."""
     if not q.dim() == k.dim() == v.dim() == 3:

@@ -10,31 +10,24 @@ from torch import Tensor
 from .. import _checks
 from .base import Mask, MaskArgs, blocks_to_dense, offset_of, rows_and_keys
 
+Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
+Lengths = tuple[Tensor, Tensor] | None  # of packed sequences
+
 
 class _Blocks(Mask):
     """A mask of square blocks of block_size queries and keys, counted from the first query and the first key."""
 
     block_size: int
 
-    def _blocks(
-        self,
-        B: int,
-        H: int,
-        Sq: int,
-        Sk: int,
-        device: torch.device | None,
-        lengths: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
         """bool [B or 1, H or 1, ceil(Sq / block_size), ceil(Sk / block_size)]"""
         raise NotImplementedError
 
-    def lower(
-        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
-    ) -> MaskArgs:
-        return MaskArgs(blocks=self._blocks(B, H, Sq, Sk, device, lengths), block_size=self.block_size)
+    def lower(self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: Lengths = None) -> MaskArgs:
+        return MaskArgs(blocks=self._blocks((B, H, Sq, Sk), device, lengths), block_size=self.block_size)
 
     def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return blocks_to_dense(self._blocks(B, H, Sq, Sk, None), self.block_size, Sq, Sk)
+        return blocks_to_dense(self._blocks((B, H, Sq, Sk), None), self.block_size, Sq, Sk)
 
 
 class BlockSparse(_Blocks):
@@ -48,15 +41,8 @@ class BlockSparse(_Blocks):
         _checks.bool_mask(blocks, "blocks")
         self.blocks, self.block_size = blocks, _positive("block_size", block_size)
 
-    def _blocks(
-        self,
-        B: int,
-        H: int,
-        Sq: int,
-        Sk: int,
-        device: torch.device | None,
-        lengths: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
+        B, H, Sq, Sk = sizes
         if device is not None:
             _checks.same_device(self.blocks, "BlockSparse", device)
         rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
@@ -79,7 +65,8 @@ class _BlockPattern(_Blocks):
     """A rule on the distance of blocks; the queries' offset o must be a whole number of blocks (on a GPU and in compiled
     code, that of packed sequences is trusted to be one, and rounded down otherwise)."""
 
-    def _positions(self, Sq: int, Sk: int, device: torch.device | None, lengths: tuple[Tensor, Tensor] | None) -> Any:
+    def _positions(self, sizes: Sizes, device: torch.device | None, lengths: Lengths) -> Any:
+        Sq, Sk = sizes[2:]
         offset = offset_of(Sq, Sk, lengths)
         if lengths is None:
             wrong: Any = (Sq, Sk) if offset % self.block_size else None
@@ -110,16 +97,8 @@ class Strided(_BlockPattern):
         self.stride, self.local = _positive("stride", stride), _positive("local", local)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(
-        self,
-        B: int,
-        H: int,
-        Sq: int,
-        Sk: int,
-        device: torch.device | None,
-        lengths: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        i, j = self._positions(Sq, Sk, device, lengths)
+    def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
+        i, j = self._positions(sizes, device, lengths)
         return _as_blocks(((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))
 
     def __repr__(self) -> str:
@@ -136,16 +115,8 @@ class Dilated(_BlockPattern):
         self.window, self.dilation = window, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
 
-    def _blocks(
-        self,
-        B: int,
-        H: int,
-        Sq: int,
-        Sk: int,
-        device: torch.device | None,
-        lengths: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        i, j = self._positions(Sq, Sk, device, lengths)
+    def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
+        i, j = self._positions(sizes, device, lengths)
         distance = (i - j).abs()
         return _as_blocks((distance <= self.window * self.dilation) & (distance % self.dilation == 0))
 

@@ -26,7 +26,9 @@ class _Attention(nn.Module):
     part_names: tuple[str, ...]  # of the projections that unpack() makes of it
 
     def __init__(
-        self, d_model: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, bias: bool, qk_norm: bool, window: int | tuple[int | None, int | None] | None, causal: bool, dropout: float, softcap: float, factory: dict[str, Any]
+        self, d_model: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, bias: bool, qk_norm: bool,
+        window: int | tuple[int | None, int | None] | None, causal: bool, dropout: float, softcap: float,
+        factory: dict[str, Any],
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
