@@ -71,9 +71,20 @@ class Counters:
         """The kernels that use tensor cores."""
         return Counters([kernel for kernel in self.kernels if kernel["mma_flops"]])
 
+    def shared_bytes(self) -> int:
+        """What wgmma reads of its operands, and what bulk copies write and read."""
+        return sum(self.total(key) for key in ("wgmma_shared_bytes", "bulk_to_shared_bytes", "bulk_from_shared_bytes"))
+
     def shared_clocks(self) -> float:
-        """128 bytes each: accesses by threads, and what wgmma reads of its operands."""
-        return self.total("shared_wavefronts") + self.total("wgmma_shared_bytes") / 128
+        """128 bytes each: accesses by threads, and those others."""
+        return self.total("shared_wavefronts") + self.shared_bytes() / 128
+
+    def sector_efficiency(self) -> str:
+        """Bytes asked of global memory per byte of the 32-byte sectors touched: above 1 where lanes share bytes."""
+        asked, sectors = (
+            sum(self.total(f"global_{access}_{what}") for access in ("load", "store")) for what in ("bytes", "sectors")
+        )
+        return f"{asked / (32 * sectors):.2f}"
 
 
 def count(call: Callable[[], object]) -> Counters:
@@ -171,11 +182,22 @@ class Attention:
         both = [f"{ours} / {other}" for ours, other in zip(values, theirs, strict=True)]
         clocks = self.clocks(counters)
         limit = max(clocks, key=clocks.get)
+        products = clocks["wgmma" if wgmma else "mma.sync"]
         close = [name for name in clocks if name != limit and clocks[name] > 0.8 * clocks[limit]]
         bound = limit + (f" ({', '.join(close)} close)" if close else "")
         flops = self.useful_flop() / clocks[limit] * SMS * CLOCK / 1e12
-        everything = f"{32 * all_kernels.total('warp_instructions') / self.scores:.1f}"
-        return [self.name, *both, f"{wavefronts / ideal:.2f}", everything, bound, f"{flops:.0f}"]
+        return [
+            self.name,
+            *both,
+            f"{counters.total('mma_instructions') / counters.total('warp_instructions'):.1%}",
+            f"{wavefronts / ideal:.2f}",
+            f"{counters.shared_bytes() / self.scores:.1f}",
+            counters.sector_efficiency(),
+            f"{32 * all_kernels.total('warp_instructions') / self.scores:.1f}",
+            bound,
+            f"{products / clocks[limit]:.0%}",
+            f"{flops:.0f}",
+        ]
 
 
 def attention_rows(length: int) -> list[Attention]:
@@ -208,7 +230,6 @@ def memory_calls(length: int) -> dict[str, tuple[Callable[[], object], int, int]
 
 
 def memory_cells(name: str, elements: int, tensors: int, counters: Counters) -> list[str]:
-    loads, stores = counters.total("global_load_bytes"), counters.total("global_store_bytes")
     sectors = 32 * (counters.total("global_load_sectors") + counters.total("global_store_sectors"))
     spent = {
         "exp": 32 * counters.total("sfu_instructions"),
@@ -223,9 +244,9 @@ def memory_cells(name: str, elements: int, tensors: int, counters: Counters) -> 
         name,
         f"{spent['issue'] / elements:.2f}",
         f"{spent['exp'] / elements:.2f}",
-        f"{loads / (2 * elements):.2f}",
-        f"{stores / (2 * elements):.2f}",
-        f"{(loads + stores) / sectors:.2f}",
+        f"{counters.total('global_load_bytes') / (2 * elements):.2f}",
+        f"{counters.total('global_store_bytes') / (2 * elements):.2f}",
+        counters.sector_efficiency(),
         limit,
         f"{busiest:.0%}",
     ]
@@ -255,15 +276,17 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row.cells(row.count()) for row in tqdm(attention_rows(args.length), unit="row", file=sys.stderr)]
     print(
         f"bf16, S={args.length}. Each cell: mha_ext / flash-attention (2, or 3 beside wgmma), per visible score; "
-        "wavefronts per 1024 scores; loads and stores in units of one tensor.\n"
+        "wavefronts per 1024 scores; loads and stores in units of one tensor; shares by kernels with tensor cores.\n"
     )
-    head = ["kernel", "instr", "mma FLOP", "exp", "shared wavefronts", "loads", "stores"]
-    print(
-        markdown(
-            [*head, "wavefronts / ideal", "instr of all kernels", "bound by (estimate)", "at most TFLOP/s (estimate)"],
-            rows,
-        )
-    )
+    head = ["kernel", "instr", "mma FLOP", "exp", "shared wavefronts", "loads", "stores", "mma share of instr"]
+    head += ["wavefronts / ideal", "wgmma and TMA in shared memory, bytes", "bytes asked / sectors touched"]
+    head += [
+        "instr of all kernels",
+        "bound by (estimate)",
+        "tensor cores busy (estimate)",
+        "at most TFLOP/s (estimate)",
+    ]
+    print(markdown(head, rows))
     print(f"\nbf16, S={args.length}, per element; loads and stores in units of one tensor.\n")
     head = ["kernel", "instr", "exp", "loads", "stores", "bytes asked / sectors touched", "bound by (estimate)"]
     head.append("busiest other limit / memory (estimate)")

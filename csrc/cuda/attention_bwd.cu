@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <span>
 
-#include "attention_bwd_dq_sm90.cuh"
 #include "attention_bwd_rows.cuh"
 #include "attention_bwd_simple.cuh"
 #include "attention_bwd_sm80.cuh"
@@ -20,7 +19,7 @@ struct Plan {
   const Kernel *dkv = nullptr, *dq = nullptr;
   const Kernel* dbias = nullptr;  // null: attention_bwd_dbias_simple
   AttentionBackwardLaunch launch;
-  std::size_t rows_bytes = 0, spans_bytes = 0, sinks_bytes = 0, dq_sum_bytes = 0, tiles_bytes = 0;
+  std::size_t rows_bytes = 0, dq_sum_bytes = 0, turns_bytes = 0, spans_bytes = 0, sinks_bytes = 0, tiles_bytes = 0;
   const char* not_sm90 = nullptr;
 };
 
@@ -61,7 +60,6 @@ Plan plan(const AttentionBackward& p) {
   plan.tiles_bytes = plan_mask_tiles(p, launch.tiles);
   plan.not_sm90 = refusal_sm90(p, &p.dout);
   if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_bwd, launch);
-  if (!plan.not_sm90 && !plan.main) plan.not_sm90 = kNoInstanceSm90;
   if (!p.deterministic && !plan.main) {
     plan.main = find(k_attention_bwd_sm80, launch);
     if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
@@ -82,8 +80,9 @@ Plan plan(const AttentionBackward& p) {
   plan.rows_bytes = blocks * (accumulate == 8 ? sizeof(RowBlock<double>) : sizeof(RowBlock<float>));
   plan.spans_bytes = blocks * sizeof(Span);
   if (p.dsinks) plan.sinks_bytes = blocks * accumulate;
-  if (plan.main) plan.dq_sum_bytes = blocks * kRowBlock * plan.main->head * sizeof(float);
-  if (!plan.not_sm90 && p.deterministic) plan.dq_sum_bytes += turns_bytes(p);
+  if (plan.main) launch.dq_head = plan.main->head;
+  plan.dq_sum_bytes = blocks * kRowBlock * launch.dq_head * sizeof(float);
+  if (plan.main && p.deterministic) plan.turns_bytes = (1 + blocks) * sizeof(unsigned);
   return plan;
 }
 
@@ -92,7 +91,6 @@ void run(const Plan& plan, cudaStream_t stream) {
   const AttentionBackwardLaunch& launch = plan.launch;
   launch_attention_bwd_rows<T, A>(launch, stream);
   if (plan.main) {
-    check(cudaMemsetAsync(launch.dq_sum, 0, plan.dq_sum_bytes, stream), "cudaMemsetAsync");
     plan.main->launch(launch, stream);
     if (plan.round) plan.round->launch(launch, stream);
   } else if (plan.dkv) {
@@ -113,7 +111,8 @@ void run(const Plan& plan, cudaStream_t stream) {
 
 std::size_t attention_bwd_workspace(const AttentionBackward& p) {
   const Plan plan = cuda::plan(p);
-  return plan.rows_bytes + plan.spans_bytes + plan.sinks_bytes + plan.dq_sum_bytes + plan.tiles_bytes;
+  return plan.rows_bytes + plan.dq_sum_bytes + plan.turns_bytes + plan.spans_bytes + plan.sinks_bytes +
+         plan.tiles_bytes;
 }
 
 KernelChoice attention_bwd_kernel(const AttentionBackward& p) {
@@ -124,13 +123,19 @@ KernelChoice attention_bwd_kernel(const AttentionBackward& p) {
 void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0 || p.H == 0 || p.Hk == 0) return;
   Plan plan = cuda::plan(p);
+  AttentionBackwardLaunch& launch = plan.launch;
   char* free = static_cast<char*>(workspace);
-  plan.launch.rows = free;
-  plan.launch.dq_sum = reinterpret_cast<float*>(free += plan.rows_bytes);
-  plan.launch.spans = reinterpret_cast<Span*>(free += plan.dq_sum_bytes);
-  plan.launch.sink_sums = free += plan.spans_bytes;
-  if (plan.tiles_bytes) plan.launch.tiles.code = reinterpret_cast<uint8_t*>(free += plan.sinks_bytes);
-  mask_tiles(plan.launch, plan.launch.tiles, stream);
+  auto take = [&]<class X>(X*& part, std::size_t bytes) {
+    if (bytes) part = reinterpret_cast<X*>(free);
+    free += bytes;
+  };
+  take(launch.rows, plan.rows_bytes);
+  take(launch.dq_sum, plan.dq_sum_bytes);
+  take(launch.spans, plan.spans_bytes);
+  take(launch.sink_sums, plan.sinks_bytes);
+  take(launch.turns, plan.turns_bytes);
+  take(launch.tiles.code, plan.tiles_bytes);
+  mask_tiles(launch, launch.tiles, stream);
   switch (p.dtype) {
     case DType::f64:
       return run<double, double>(plan, stream);

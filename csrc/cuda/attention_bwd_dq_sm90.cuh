@@ -3,30 +3,15 @@
 // For a row block of a head, the sums that thread x of a warpgroup has in c[i] of a wgmma accumulator (prim/wgmma.cuh)
 // of columns [8 * n, 8 * n + 8) are four floats from (n * 128 + x) * 4 on, so that a warp adds to 512 bytes in a row.
 //
-// Blocks add in any order or, with p.deterministic, take turns (Turns), from the last keys that a row block sees to the
-// first. Those that a block waits for have started before it, as each takes its place by a ticket rather than by its
-// index, and none waits for a block after it.
+// Blocks add in any order or, with p.deterministic, take turns (p.turns), from the last keys that a row block sees to
+// the first. Those that a block waits for have started before it, as each takes its place by a ticket rather than by
+// its index, and none waits for a block after it.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
 #include "error.h"
 #include "prim/red.cuh"
 
 namespace mha::cuda {
-
-// In the workspace behind dq_sum, zeroed; null: blocks add in any order.
-struct Turns {
-  unsigned* done = nullptr;    // [row blocks in all]: how many blocks have added
-  unsigned* ticket = nullptr;  // how many blocks have started
-};
-
-inline std::size_t turns_bytes(const AttentionProblem& p) {
-  return std::size_t(row_blocks_in_all(p) + 1) * sizeof(unsigned);
-}
-
-inline Turns turns_behind(float* dq_sum, const AttentionProblem& p, int head) {
-  unsigned* done = reinterpret_cast<unsigned*>(dq_sum + row_blocks_in_all(p) * kRowBlock * head);
-  return {done, done + row_blocks_in_all(p)};
-}
 
 // Adds a thread's sums of a tile of dQ, from `column` on.
 template <class C>

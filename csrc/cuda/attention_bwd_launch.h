@@ -27,7 +27,11 @@ struct AttentionBackwardLaunch : AttentionBackward, Numbers {
   void* rows = nullptr;       // RowBlock [row blocks in all], by row_block()
   Span* spans = nullptr;      // likewise: their spans
   void* sink_sums = nullptr;  // likewise, accumulate type: what they add to dsinks
-  float* dq_sum = nullptr;    // likewise, [kRowBlock, head size of the instance], zeroed: where blocks add up dq
+  float* dq_sum = nullptr;    // likewise, [kRowBlock, dq_head], zeroed by attention_bwd_rows: where blocks add up dq
+  int dq_head = 0;            // head size of the instance that does
+  // Of attention_bwd_sm90, where the order of additions is fixed; zeroed likewise. [0]: how many blocks have started;
+  // [1 + row block]: how many have added to it.
+  unsigned* turns = nullptr;
 };
 
 // The place of a row block among all.

@@ -1,5 +1,6 @@
 // The first kernel of attention's backward: for each query row delta = rowsum(dout * out) - dlse, lse, and the keys
-// that it sees; for each block of rows the span of those, and what it adds to the gradient of the sink.
+// that it sees; for each block of rows the span of those, and what it adds to the gradient of the sink. It zeroes what
+// the next kernel adds to.
 #pragma once
 #include "attention_bwd_launch.h"
 #include "error.h"
@@ -34,6 +35,15 @@ __device__ inline A row_dot(const T* x, const T* y, int64_t n, bool aligned, uns
   return sum;
 }
 
+// Zeroes a row block's sums of dq, and its turns.
+__device__ inline void zero_sums(const AttentionBackwardLaunch& p, unsigned own, int thread) {
+  if (p.turns && thread == 0) p.turns[1 + own] = 0;
+  if (!p.dq_sum) return;
+  const int fours = kRowBlock / 4 * p.dq_head;
+  float4* to = reinterpret_cast<float4*>(p.dq_sum) + int64_t(own) * fours;
+  for (int i = thread; i < fours; i += kRowsThreads) to[i] = {};
+}
+
 template <class T, class A>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     attention_bwd_rows(const __grid_constant__ AttentionBackwardLaunch p) {
@@ -41,7 +51,10 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const int thread = threadIdx.x, block = blockIdx.x % p.row_blocks, first = block * kRowBlock;
   const unsigned bh = blockIdx.x / unsigned(p.row_blocks), h = bh % unsigned(p.H);
   const Sequence sequence = cuda::sequence(p, bh / unsigned(p.H));
+  if (p.turns && blockIdx.x == 0 && thread == 0) p.turns[0] = 0;
   if (block >= int(sequence.row_blocks)) return;
+  const unsigned own = row_block(sequence, h, block);
+  zero_sums(p, own, thread);
   const T* dout = query_rows<T>(p.dout, sequence, h, p.Dv).data;
   const T* out = query_rows<T>(p.out, sequence, h, p.Dv).data;
   for (int r = thread / 8; r < kRowBlock; r += kRowsThreads / 8) {
@@ -53,7 +66,6 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   __syncthreads();
   if (thread >= 32) return;
 
-  const unsigned own = row_block(sequence, h, block);
   RowBlock<A>& rows = static_cast<RowBlock<A>*>(p.rows)[own];
   const A sink = p.sinks ? static_cast<const A*>(p.sinks)[h] : A(-INFINITY);
   A sink_sum = 0;

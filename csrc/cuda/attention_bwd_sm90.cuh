@@ -66,9 +66,9 @@ struct BlockSm90 {
 
 // One thread.
 template <class C>
-__device__ inline void start_block(BlockSm90<C>& block, const AttentionBackwardLaunch& p, const Turns& turns) {
+__device__ inline void start_block(BlockSm90<C>& block, const AttentionBackwardLaunch& p) {
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
-  const unsigned place = p.deterministic ? atomicAdd(turns.ticket, 1u) : blockIdx.x;
+  const unsigned place = p.deterministic ? atomicAdd(p.turns, 1u) : blockIdx.x;
   const unsigned bhk = place / key_tiles, key_tile = place % key_tiles;
   block.hk = bhk % unsigned(p.Hk);
   block.first_key = int(p.deterministic ? key_tiles - 1 - key_tile : key_tile) * C::kKeys;
@@ -216,9 +216,8 @@ __device__ inline TileSm90 find_tile(const BlockSm90<C>& block, const AttentionB
 
 // Adds dQ = dS K of a tile, the warpgroup's columns, and sets the stage free.
 template <class T, class C>
-__device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionBackwardLaunch& p, const Turns& turns,
-                                           const TileSm90& tile, int row_block, uint32_t stage_free, unsigned consumer,
-                                           unsigned half) {
+__device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionBackwardLaunch& p, const TileSm90& tile,
+                                           int row_block, uint32_t stage_free, unsigned consumer, unsigned half) {
 #pragma unroll
   for (int first = 0; first < C::kDqColumns; first += C::kDqNt * 8) {
     float dq[C::kDqNt][4];
@@ -226,7 +225,7 @@ __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionB
     if (first == 0 && p.deterministic) {
       const int turn = (p.spans[row_block].end - 1) / C::kKeys - block.first_key / C::kKeys;
       if (consumer % 32 == 0)
-        while (load_acquire(turns.done + row_block) != unsigned(turn)) continue;
+        while (load_acquire(p.turns + 1 + row_block) != unsigned(turn)) continue;
       __syncwarp();
       if (consumer == 0) block.added = row_block;
     }
@@ -240,14 +239,14 @@ __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionB
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     attention_bwd_sm90(const __grid_constant__ AttentionBackwardLaunch p,
-                       const __grid_constant__ AttentionBackwardMaps maps, Turns turns) {
+                       const __grid_constant__ AttentionBackwardMaps maps) {
   using Tile = TileSm80<T, C::kOt * 8, 128 * C::kConsumers>;
   constexpr int kAll = 128 * C::kConsumers;
   extern __shared__ unsigned char shared[];
   __shared__ BlockSm90<C> block;
   const unsigned thread = threadIdx.x, lane = thread % 32, group = __shfl_sync(~0u, thread / 128, 0);
   const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
-  if (thread == 0) start_block<C>(block, p, turns);
+  if (thread == 0) start_block<C>(block, p);
   __syncthreads();
   if (block.first_key >= block.sequence.Sk) return;
   if (group == 0) {
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const unsigned key = (C::kShared ? 0 : half * 64) + consumer / 32 % 4 * 16;  // the warp's first, of the block's
   const uint32_t finite_keys = await_keys<T, C>(block, base, consumer);
   auto pass_turn = [&] {  // after a barrier that follows what was added and a __threadfence()
-    if (p.deterministic && consumer == 0 && block.added >= 0) increment_release(turns.done + block.added);
+    if (p.deterministic && consumer == 0 && block.added >= 0) increment_release(p.turns + 1 + block.added);
   };
   HeldSm90<C> held;
   if constexpr (C::kHeld) {
@@ -287,7 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       add_tile_specials<C>(dv[0], dk[0], p.mask, tile, half, block.specials[0], block.specials[1], lane);
       named_barrier<kAll>(1);  // before the next tile's specials
     }
-    add_query_gradients<T, C>(block, p, turns, tile, block.first_block + number, block.free(at.index), consumer, half);
+    add_query_gradients<T, C>(block, p, tile, block.first_block + number, block.free(at.index), consumer, half);
   }
   if (p.deterministic) __threadfence();
   named_barrier<kAll>(1);  // the ring's place is used again, to stage the results
@@ -311,8 +310,7 @@ void launch_attention_bwd_sm90(const char* name, const AttentionBackwardLaunch& 
     maps.k = tensor_map<T>(p.k, key_sizes(p, p.D), C::kKeys);
     maps.v = tensor_map<T>(p.v, key_sizes(p, p.Dv), C::kKeys);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), name);
-    const Turns turns = p.deterministic ? turns_behind(p.dq_sum, p, C::kHead) : Turns();
-    kernel<<<grid_size(blocks, name), C::kThreads, C::kSharedBytes, stream>>>(p, maps, turns);
+    kernel<<<grid_size(blocks, name), C::kThreads, C::kSharedBytes, stream>>>(p, maps);
     check(cudaGetLastError(), name);
   }
   launch_attention_bwd_dq_round_sm90<T, C>("attention_bwd_dq_round_sm90", p, stream);

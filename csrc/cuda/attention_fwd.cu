@@ -89,7 +89,6 @@ void choose_main(Plan& plan, const AttentionForwardLaunch& p) {
   plan.not_sm90 = refusal_sm90(p);
   plan.main = plan.not_sm90 ? nullptr : find(kernels_sm90().attention_fwd, p, plain);
   const bool sm90 = plan.main;
-  if (!plan.not_sm90 && !sm90) plan.not_sm90 = kNoInstanceSm90;
   if (!sm90) plan.main = find(k_attention_fwd_sm80, p, plain);
   if (plan.main) plan.launch.splits = key_splits(p, sm90 || plan.main->head <= 128 ? 128 : 64);
 }

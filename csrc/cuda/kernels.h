@@ -39,7 +39,6 @@ void use_sm90(const KernelsSm90* kernels);
 // where it is null. dout: of backward.
 const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout = nullptr);
 const KernelsSm90& kernels_sm90();
-inline constexpr const char* kNoInstanceSm90 = "no instance does this head size together with all that the call uses";
 
 // What explain says of a kernel: its name in the table, and why it is none for 9.0 (null if it is). Both are static.
 struct KernelChoice {
