@@ -61,6 +61,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_plan", &attention_plan, pybind11::arg("dtype"), pybind11::arg("sizes"), pybind11::arg("dropout"),
         pybind11::arg("mixed"), pybind11::arg("threads"),
         "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv).");
-  m.def("default_isa", &mha::cpu::default_isa, "The one that is used where MHA_EXT_CPU_ISA names none.");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
 }

@@ -21,13 +21,10 @@ def _describe() -> list[str]:
     info = _ops.build_info
     cuda = "built in" if info["cuda"] else f"not built in: {info['cuda_reason']}"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
-    available = _ops.available_isas()
-    by_name = available[available.index(_ops.default_isa()) + 1 :]
     return [
         f"mha_ext {info['version']}, built with {info['compiler']} for torch {info['torch']}",
         f"torch {torch.__version__}, {torch.get_num_threads()} threads",
-        f"CPU instruction set in use: {_ops.cpu_isa()}; available: {', '.join(available)}",
-        *(f"{isa} is not chosen by itself: {_ops.NEVER_TIMED}" for isa in by_name),
+        f"CPU instruction set in use: {_ops.cpu_isa()}; available: {', '.join(_ops.available_isas())}",
         f"CUDA: {cuda}; GPU: {gpu}",
     ]
 

@@ -22,9 +22,7 @@ except ImportError as error:
     ) from error
 
 build_info: dict[str, Any] = _C.build_info()
-cpu_isa, default_isa, available_isas, attention_plan = _C.cpu_isa, _C.default_isa, _C.available_isas, _C.attention_plan
-# Why an instruction set that is there is not the default.
-NEVER_TIMED = "it was never timed, and tested against emulated tiles alone; MHA_EXT_CPU_ISA chooses it by name"
+cpu_isa, available_isas, attention_plan = _C.cpu_isa, _C.available_isas, _C.attention_plan
 # Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 if build_info["cuda"] and torch.version.cuda is not None:

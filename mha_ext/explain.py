@@ -250,13 +250,9 @@ def log(call: Call) -> None:
 
 
 def _cpu_refusals() -> dict[str, str]:
-    used, default, available = _ops.cpu_isa(), _ops.default_isa(), _ops.available_isas()
-    refusals = {}
-    for isa in _ISAS[_ISAS.index(used) + 1 :]:
-        refusals[isa] = "this machine does not have it"
-        if isa in available:
-            chosen_by_name = _ISAS.index(isa) > _ISAS.index(default)
-            refusals[isa] = _ops.NEVER_TIMED if chosen_by_name else "MHA_EXT_CPU_ISA names another"
+    available, absent = _ops.available_isas(), "this machine, or its operating system, does not have it"
+    better = _ISAS[_ISAS.index(_ops.cpu_isa()) + 1 :]
+    refusals = {isa: "MHA_EXT_CPU_ISA names another" if isa in available else absent for isa in better}
     refusals["cuda"] = _ops.without_cuda or "the tensors are on the CPU"
     return refusals
 

@@ -30,8 +30,7 @@ def test_says_what_is_built_and_checks_itself():
     text = result.stdout
     assert mha_ext.__version__ in text
     assert mha_ext._library._C.cpu_isa() in text
-    by_name = mha_ext._ops.available_isas()[-1] != mha_ext._ops.default_isa()
-    assert (mha_ext._ops.NEVER_TIMED in text) == by_name
+    assert all(isa in text for isa in mha_ext._ops.available_isas())
     assert "CUDA" in text
     if mha_ext._ops.without_cuda:
         assert mha_ext._ops.without_cuda in text

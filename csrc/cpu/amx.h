@@ -5,7 +5,7 @@
 
 MHA_ISA_BEGIN
 
-// What LDTILECFG reads.
+// What LDTILECFG reads and STTILECFG writes.
 struct alignas(64) AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};  // of each tile; there are eight
@@ -15,6 +15,12 @@ static_assert(sizeof(AmxShapes) == 64);
 
 MHA_INLINE void amx_configure(const AmxShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
 MHA_INLINE void amx_release() { asm volatile("tilerelease"); }
+// All zeros where tiles are not configured.
+MHA_INLINE AmxShapes amx_configuration() {
+  AmxShapes shapes;
+  asm volatile("sttilecfg %0" : "=m"(shapes));
+  return shapes;
+}
 
 template <int Tile>
 MHA_INLINE void amx_zero() {

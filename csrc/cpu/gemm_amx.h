@@ -9,16 +9,21 @@ MHA_ISA_BEGIN
 constexpr int kAmx = 16;  // rows of a tile, and floats or pairs in a row
 constexpr int kAmxRowBytes = 64;
 
-// A thread has tiles while it has one of these.
+// A thread has tiles while it has one of these. Whoever used the thread before, such as oneDNN between two products of
+// the same shapes, may count on what it configured: that comes back in the end, though without what the tiles held,
+// which no call needs to preserve.
 class AmxTiles {
  public:
-  AmxTiles() {
+  AmxTiles() : before_(amx_configuration()) {
     AmxShapes whole;
     for (int tile = 0; tile < 8; ++tile) whole.row_bytes[tile] = kAmxRowBytes, whole.rows[tile] = kAmx;
     amx_configure(whole);
   }
-  ~AmxTiles() { amx_release(); }
+  ~AmxTiles() { before_.palette ? amx_configure(before_) : amx_release(); }
   AmxTiles(const AmxTiles&) = delete;
+
+ private:
+  const AmxShapes before_;
 };
 
 template <>

@@ -7,13 +7,11 @@
 
 namespace mha::cpu {
 
-// Names of the tables that this machine runs, from the plainest ("scalar") to the best.
+// Names of the tables that this machine runs, from the plainest ("scalar") to the best, which is the default.
 std::vector<std::string> available_isas();
 
-// The one in use where MHA_EXT_CPU_ISA names none.
-std::string default_isa();
-
-// The table of that name. Throws std::runtime_error, in one sentence, when it is unknown or absent from this machine.
+// The table of that name. Throws std::runtime_error, in one sentence, when it is unknown, absent from this machine or
+// refused by its system.
 const Kernels& kernels_for(const std::string& isa);
 
 }  // namespace mha::cpu

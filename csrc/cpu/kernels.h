@@ -47,8 +47,8 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_avx512_bf16();  // avx512 with bf16 dot products
 const Kernels& kernels_amx();          // avx512_bf16 with bf16 tiles
 
-// The table in use: default_isa()'s, or the one named by MHA_EXT_CPU_ISA. Throws std::runtime_error, in
-// one sentence, when the named one is unknown or absent from this machine.
+// The table in use: the best that this machine runs, or the one named by MHA_EXT_CPU_ISA. Throws std::runtime_error,
+// in one sentence, when this machine does not run the named one.
 const Kernels& kernels();
 
 }  // namespace mha::cpu

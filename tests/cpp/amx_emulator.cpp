@@ -1,13 +1,18 @@
 #include "amx_emulator.h"
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
-#include "../../csrc/cpu/cpu_features.h"
+// This file stands in for cpu_features.cpp: what the processor lacks of AMX is found here all the same.
+#define detect_cpu_features detect_real_cpu_features
+#define request_tiles request_real_tiles
+#include "cpu/cpu_features.cpp"
+#undef detect_cpu_features
+#undef request_tiles
 
 namespace amx_emulator {
 namespace {
@@ -37,6 +42,17 @@ void Tiles::configure(const void* shapes) {
     if (t >= 8 && (rows || row_bytes)) fault("there are 8 tiles");
     if (rows > 16 || row_bytes > 64 || (rows == 0) != (row_bytes == 0)) fault("a tile has up to 16 rows of 64 bytes");
     if (t < 8) rows_[t] = rows, row_bytes_[t] = row_bytes;
+  }
+}
+
+void Tiles::store_configuration(void* shapes) const {
+  unsigned char* bytes = static_cast<unsigned char*>(shapes);
+  std::memset(bytes, 0, 64);
+  bytes[0] = static_cast<unsigned char>(palette_);
+  for (int t = 0; t < 8; ++t) {
+    const uint16_t row_bytes = uint16_t(row_bytes_[t]);
+    std::memcpy(bytes + 16 + 2 * t, &row_bytes, 2);
+    bytes[48 + t] = static_cast<unsigned char>(rows_[t]);
   }
 }
 
@@ -77,6 +93,9 @@ inline float high_bf16(uint32_t pair) { return flushed(std::bit_cast<float>(pair
 }  // namespace
 
 // Two sums along k, of the products of low and of high halves, each step fused and rounded; then their sum; then C's.
+#ifdef __x86_64__
+__attribute__((target("avx2,fma")))
+#endif
 void Tiles::dot(int c, int a, int b) {
   for (const int tile : {c, a, b}) need(tile);
   if (c == a || c == b || a == b) fault("tdpbf16ps needs three different tiles");
@@ -85,6 +104,10 @@ void Tiles::dot(int c, int a, int b) {
   constexpr int kColumns = 16;
   uint32_t b_pairs[16][kColumns];
   std::memcpy(b_pairs, data_[b], sizeof(b_pairs));
+  float b_low[16][kColumns], b_high[16][kColumns];
+  for (int k = 0; k < rows_[b]; ++k) {
+    for (int n = 0; n < kColumns; ++n) b_low[k][n] = low_bf16(b_pairs[k][n]), b_high[k][n] = high_bf16(b_pairs[k][n]);
+  }
   for (int m = 0; m < rows_[c]; ++m) {
     uint32_t a_pairs[16];
     std::memcpy(a_pairs, data_[a][m], sizeof(a_pairs));
@@ -92,8 +115,8 @@ void Tiles::dot(int c, int a, int b) {
     for (int k = 0; k < rows_[b]; ++k) {
       const float a_low = low_bf16(a_pairs[k]), a_high = high_bf16(a_pairs[k]);
       for (int n = 0; n < kColumns; ++n) {
-        low[n] = flushed(std::fma(a_low, low_bf16(b_pairs[k][n]), low[n]));
-        high[n] = flushed(std::fma(a_high, high_bf16(b_pairs[k][n]), high[n]));
+        low[n] = flushed(std::fma(a_low, b_low[k][n], low[n]));
+        high[n] = flushed(std::fma(a_high, b_high[k][n], high[n]));
       }
     }
     std::memcpy(sum, data_[c][m], sizeof(sum));
@@ -122,6 +145,7 @@ namespace {
 struct Memory {
   char* address;
   int64_t stride;
+  bool sib;
   int length;  // of ModRM, SIB and displacement
 };
 
@@ -136,6 +160,7 @@ Memory memory_operand(const ucontext_t& context, const unsigned char* modrm, int
   int length = 1, base = rm;
   Memory to{};
   if (rm == 4) {
+    to.sib = true;
     const int sib = modrm[length++], index = (sib >> 3 & 7) + 8 * x;
     if (index != 4) to.stride = general_register(context, index) << (sib >> 6);
     base = sib & 7;
@@ -178,11 +203,13 @@ bool emulate(ucontext_t& context) {
   } else {
     const Memory memory = memory_operand(context, at + 4, x, b);
     length = memory.length;
-    if (opcode == 0x490)
+    if (opcode == 0x490 && reg == 0)
       tiles().configure(memory.address);
-    else if (opcode == (0x4B0 | kF2) || opcode == (0x4B0 | k66))
+    else if (opcode == (0x490 | k66) && reg == 0)
+      tiles().store_configuration(memory.address);
+    else if ((opcode == (0x4B0 | kF2) || opcode == (0x4B0 | k66)) && memory.sib)
       tiles().load(reg, memory.address, memory.stride);
-    else if (opcode == (0x4B0 | kF3))
+    else if (opcode == (0x4B0 | kF3) && memory.sib)
       tiles().store(reg, memory.address, memory.stride);
     else
       return false;
@@ -196,10 +223,8 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
   signal(SIGILL, SIG_DFL);  // it happens again, and ends the program
 }
 
-}  // namespace
-
 bool install() {
-  const mha::cpu::CpuFeatures f = mha::cpu::detect_cpu_features();
+  const mha::cpu::CpuFeatures f = mha::cpu::detect_real_cpu_features();
   if (!f.avx512_bf16 || f.amx) return false;
   struct sigaction action{};
   action.sa_sigaction = on_illegal_instruction;
@@ -207,7 +232,39 @@ bool install() {
   return sigaction(SIGILL, &action, nullptr) == 0;
 }
 
+// A signal's frame takes 11 KB with tiles.
+bool signal_stack_has_room() {
+  stack_t now{};
+  sigaltstack(nullptr, &now);
+  return (now.ss_flags & SS_DISABLE) || now.ss_size >= 11 << 10;
+}
+
+}  // namespace
 }  // namespace amx_emulator
 #else
-bool amx_emulator::install() { return false; }
+namespace amx_emulator {
+namespace {
+bool install() { return false; }
+bool signal_stack_has_room() { return true; }
+}  // namespace
+}  // namespace amx_emulator
 #endif
+
+namespace amx_emulator {
+
+bool emulated() {
+  static const bool done = install();
+  return done;
+}
+}  // namespace amx_emulator
+
+namespace mha::cpu {
+
+CpuFeatures detect_cpu_features() {
+  CpuFeatures f = detect_real_cpu_features();
+  f.amx |= amx_emulator::emulated();
+  return f;
+}
+bool request_tiles() { return amx_emulator::emulated() ? amx_emulator::signal_stack_has_room() : request_real_tiles(); }
+
+}  // namespace mha::cpu

@@ -8,9 +8,10 @@ namespace amx_emulator {
 // The tiles of one thread. What the processor answers with an exception ends the program here, with a message.
 class Tiles {
  public:
-  void configure(const void* shapes);  // LDTILECFG
-  void release();                      // TILERELEASE
-  void zero(int tile);                 // TILEZERO
+  void configure(const void* shapes);            // LDTILECFG
+  void release();                                // TILERELEASE
+  void store_configuration(void* shapes) const;  // STTILECFG
+  void zero(int tile);                           // TILEZERO
   void load(int tile, const void* rows, int64_t stride);
   void store(int tile, void* rows, int64_t stride);
   void dot(int c, int a, int b);  // TDPBF16PS c, a, b
@@ -24,9 +25,10 @@ class Tiles {
   alignas(64) unsigned char data_[8][16][64] = {};
 };
 
-// From now on, AMX instructions of this process are emulated. Returns false, and does nothing, where the kernels for
-// AMX cannot run even so, or need no emulation.
-bool install();
+// Whether AMX instructions of this process are emulated, from the first call on: not where the processor has them, nor
+// where it lacks others that the kernels for AMX use. A program with this file in it finds AMX in either case, and gets
+// tiles as it does from Linux: unless a signal stack (here: this thread's) has no room for them.
+bool emulated();
 
 // The emulated tiles of this thread.
 Tiles& tiles();

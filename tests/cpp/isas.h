@@ -4,13 +4,9 @@
 #include <vector>
 
 #include "../../csrc/cpu/isa.h"
-#include "amx_emulator.h"
 
 inline std::vector<const mha::cpu::Kernels*> every_isa() {
   std::vector<const mha::cpu::Kernels*> all;
   for (const std::string& name : mha::cpu::available_isas()) all.push_back(&mha::cpu::kernels_for(name));
-#ifdef __x86_64__
-  if (amx_emulator::install()) all.push_back(&mha::cpu::kernels_amx());
-#endif
   return all;
 }

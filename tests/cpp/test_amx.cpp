@@ -1,10 +1,17 @@
-// AMX: what its instructions compute, by hand-made examples; the product made of them; and that kernels let tiles go.
-// Where the processor has AMX, all this is about the processor; elsewhere it is about amx_emulator.
+// AMX: what its instructions compute, by hand-made examples; what they refuse; the product made of them; and what
+// kernels leave behind. Where the processor has AMX, all this is about the processor; elsewhere it is about
+// amx_emulator.
 #include "../../csrc/cpu/cpu_features.h"
+#include "amx_emulator.h"
 #include "amx_probe.h"
 #include "harness.h"
 
 #ifdef __x86_64__
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
 #include "../../csrc/cpu/isa_prelude.h"
 #define MHA_ISA_NS amx_instructions
 #include "../../csrc/cpu/amx.h"
@@ -100,6 +107,73 @@ void shapes() {
   }
 }
 
+// Whether f ends well in a process of its own.
+template <class F>
+bool succeeds(F f) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) _exit(f() ? 0 : 1);
+  int status = -1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// What the processor answers with #UD or #GP.
+void refusals() {
+  auto configuration = [](int rows, int row_bytes) {
+    AmxShapes shapes;
+    for (int tile = 1; tile <= 3; ++tile)
+      shapes.rows[tile] = uint8_t(rows), shapes.row_bytes[tile] = uint16_t(row_bytes);
+    return shapes;
+  };
+  static Sums memory;
+  auto refused = [](const AmxShapes& shapes, auto use, const char* what) {
+    check(!succeeds([&] {
+      amx_configure(shapes);
+      use();
+      return true;
+    }),
+          what);
+  };
+  const auto nothing = [] {};
+  const AmxShapes good = configuration(16, 64);
+  check(succeeds([&] {
+          amx_configure(good);
+          amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
+          amx_dot<1, 2, 3>();
+          return true;
+        }),
+        "what follows is refused for the reason given");
+  refused({.palette = 0}, [] { amx_zero<1>(); }, "palette 0 leaves no tile");
+  refused({.palette = 2}, nothing, "there is no palette 2");
+  AmxShapes shapes = good;
+  shapes.reserved[3] = 1;
+  refused(shapes, nothing, "reserved bytes are 0");
+  shapes = good, shapes.rows[8] = 16, shapes.row_bytes[8] = 64;
+  refused(shapes, nothing, "there are 8 tiles");
+  refused(configuration(17, 64), nothing, "a tile has up to 16 rows");
+  refused(configuration(16, 68), nothing, "a row has up to 64 bytes");
+  refused(configuration(16, 0), nothing, "a tile with rows has bytes in them");
+  refused(configuration(0, 64), nothing, "a tile with bytes in its rows has rows");
+  refused(good, [] { amx_zero<4>(); }, "a tile that is not configured cannot be zeroed");
+  refused(good, [] { amx_load<0>(&memory, 64); }, "nor loaded");
+  refused(good, [] { amx_store<7>(&memory, 64); }, "nor stored");
+  refused(good, [] { amx_dot<1, 2, 4>(); }, "nor multiplied");
+  shapes = good, shapes.rows[1] = 15;
+  refused(shapes, [] { amx_dot<1, 2, 3>(); }, "C has A's rows");
+  shapes = good, shapes.row_bytes[1] = 60;
+  refused(shapes, [] { amx_dot<1, 2, 3>(); }, "C has B's columns");
+  shapes = good, shapes.rows[3] = 15;
+  refused(shapes, [] { amx_dot<1, 2, 3>(); }, "A has as many pairs as B has rows");
+  refused(
+      good,
+      [] {
+        amx_release();
+        amx_zero<1>();
+      },
+      "released tiles are gone");
+}
+
 // Any sizes, with NaN wherever an operand ends, and all ways to begin.
 void products() {
   Random random{5};
@@ -146,19 +220,94 @@ void products() {
   }
 }
 
+// The product of ones, 40 x 40 x 20 pairs, over and over.
+bool product_of_ones() {
+  std::vector<uint16_t> ones(40 * 40 * 2, naive::encode(1, naive::kBf16));
+  std::vector<float> c(40 * 40);
+  AmxGemm g{};
+  g.M = g.N = 40, g.K = 20, g.a = g.b = ones.data(), g.c = c.data(), g.am = 20, g.ldb = g.ldc = 40;
+  amx_gemm(g);
+  for (float x : c) {
+    if (x != 40) return false;
+  }
+  return true;
+}
+
+// Forward and backward of the kernels on one thread.
+void run_kernels() {
+  constexpr int64_t kSize = 2 * 70 * 40;
+  const Kernels& kernels = mha::cpu::kernels_for("amx");
+  std::vector<uint16_t> in(kSize, naive::encode(0.5, naive::kBf16)), out(4 * kSize);
+  std::vector<float> lse(2 * 70);
+  mha::AttentionProblem p;
+  p.B = 1, p.H = p.Hk = 2, p.Sq = p.Sk = 70, p.D = p.Dv = 40, p.dtype = DType::bf16, p.scale = 0.1;
+  p.rows_stride_b = 140, p.rows_stride_h = 70;
+  auto tensor = [](uint16_t* data) { return mha::Tensor4{data, {kSize, 70 * 40, 40, 1}}; };
+  p.q = p.k = p.v = tensor(in.data());
+  mha::AttentionForward forward;
+  static_cast<mha::AttentionProblem&>(forward) = p;
+  forward.out = tensor(out.data()), forward.lse = lse.data();
+  Workspace space(kernels.attention_fwd_workspace(forward, 1));
+  kernels.attention_fwd(forward, threads(1), space.data.get());
+  mha::AttentionBackward backward;
+  static_cast<mha::AttentionProblem&>(backward) = p;
+  backward.out = forward.out, backward.dout = tensor(in.data()), backward.lse = lse.data();
+  backward.dq = tensor(&out[kSize]), backward.dk = tensor(&out[2 * kSize]), backward.dv = tensor(&out[3 * kSize]);
+  Workspace more(kernels.attention_bwd_workspace(backward, 1));
+  kernels.attention_bwd(backward, threads(1), more.data.get());
+  check(out[0] == in[0], "the mean of equal values");
+}
+
+bool same(const AmxShapes& a, const AmxShapes& b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
+
+// A thread's configuration is its own, and whose it was before has it again afterwards.
+void configurations() {
+  const AmxShapes none = amx_configuration();
+  check(none.palette == 0 && same(none, AmxShapes{.palette = 0}), "tiles are not configured at first");
+  run_kernels();
+  check(same(amx_configuration(), none), "kernels release tiles");
+  auto with_rows = [](int rows) {
+    AmxShapes shapes;
+    shapes.rows[0] = uint8_t(rows), shapes.row_bytes[0] = uint16_t(4 * rows);
+    shapes.rows[6] = 16, shapes.row_bytes[6] = 64;
+    return shapes;
+  };
+  amx_configure(with_rows(9));
+  run_kernels();
+  check(same(amx_configuration(), with_rows(9)), "kernels give tiles back as they found them");
+  bool right[4] = {};
+  std::vector<std::thread> all;
+  for (int t = 0; t < 4; ++t) {
+    all.emplace_back([&, t] {
+      right[t] = amx_configuration().palette == 0;
+      amx_configure(with_rows(t + 1));
+      for (int n = 0; n < 20; ++n) right[t] &= product_of_ones() && same(amx_configuration(), with_rows(t + 1));
+      amx_release();
+    });
+  }
+  for (std::thread& thread : all) thread.join();
+  check(right[0] && right[1] && right[2] && right[3], "each thread has tiles of its own");
+  check(same(amx_configuration(), with_rows(9)), "which are not another's");
+  check(succeeds([] { return product_of_ones(); }), "a forked process may use tiles, too");
+  amx_release();
+}
+
 }  // namespace
 
 int main() {
-  const bool emulated = amx_emulator::install();
-  if (!emulated && !mha::cpu::detect_cpu_features().amx) {
+  if (!mha::cpu::detect_cpu_features().amx) {
     std::printf("skipped: not even the other instructions of the AMX kernels are here\n");
     return 77;
   }
-  if (!emulated) mha::cpu::kernels_for("amx");  // asks the system for tiles
+  if (!mha::cpu::request_tiles()) {
+    std::printf("skipped: the system refuses tiles\n");
+    return 77;
+  }
   by_hand();
   shapes();
+  refusals();
   products();
-  check(!amx_emulator::tiles().configured(), "tiles are released");
+  configurations();
   return finish();
 }
 #else
