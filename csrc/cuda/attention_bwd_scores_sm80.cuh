@@ -196,11 +196,11 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
   });
 }
 
-// Weights and gradients, keys down, become 0 outside the rows' intervals: as to_gradients does with visible_pairs, for
-// fewer instructions and registers.
-template <int kMt, int kNt>
-__device__ inline void hide_outside_transposed(float (&s)[kMt][kNt][4], float (&dp)[kMt][kNt][4],
-                                               const GradientPlace& at, unsigned lane) {
+// Weights, gradients or both, keys down, become 0 outside the rows' intervals: as to_gradients does with visible_pairs,
+// for fewer instructions and registers.
+template <int kMt, int kNt, class... Same>
+__device__ inline void hide_outside_transposed(const GradientPlace& at, unsigned lane, float (&s)[kMt][kNt][4],
+                                               Same&... others) {
   const int first = at.key + int(lane / 4);
 #pragma unroll
   for (int n = 0; n < kNt; ++n)
@@ -210,7 +210,7 @@ __device__ inline void hide_outside_transposed(float (&s)[kMt][kNt][4], float (&
       const uint32_t from = first - r.begin, length = r.end - r.begin;
 #pragma unroll
       for (int i = 0; i < 2 * kMt; ++i)
-        if (from + 8 * i >= length) s[i / 2][n][i % 2 * 2 + e] = dp[i / 2][n][i % 2 * 2 + e] = 0;
+        if (from + 8 * i >= length) s[i / 2][n][i % 2 * 2 + e] = 0, (..., (others[i / 2][n][i % 2 * 2 + e] = 0));
     }
 }
 

@@ -5,7 +5,8 @@
 // and their numbers (RowBlock). Each of two warpgroups owns 64 keys: S^T = K Q^T and dP^T = V dO^T from shared memory
 // (where there is room, K and V from registers); P^T and dS^T are, as they lie in registers, operand A of dV += P^T dO
 // and dK += dS^T Q. dS^T also goes to shared memory, from where dQ = dS K is made, half of its columns by each
-// warpgroup, and added to p.dq_sum.
+// warpgroup, and added to p.dq_sum. In plain kernels up to head size 128 a product goes on beside all else: dP^T beside
+// the softmax, dV beside dS^T, dK beside the additions to dQ.
 //
 // Beyond head size 128 (kShared) registers hold the sums of 64 keys only together: the two warpgroups share the keys,
 // each works out P^T and dS^T for half of a tile's queries, gets the rest through shared memory, and owns half of the
@@ -27,6 +28,8 @@ struct BackwardSm90 {
   static constexpr int kHeldSteps = kHeld ? kHead / 16 : 1;
   // Queries whose scores a warpgroup works out at once: what registers allow.
   static constexpr int kPart = kShared || (kGeneral && kHead > 64) ? 32 : kQueries, kNt = kPart / 8;
+  // Whether registers have room for sums of dV and dK that go on beside the softmax and the additions to dQ.
+  static constexpr bool kOverlaps = !kGeneral && !kShared;
   static constexpr int kColumns = kHead / 64, kBoxes = kColumns / (kShared ? kConsumers : 1);  // in all, and own
   static constexpr int kOt = kBoxes * 8;
   // A warpgroup's columns of dQ, and how many eights of them at once.
@@ -208,30 +211,33 @@ __device__ inline TileSm90 find_tile(const BlockSm90<C>& block, const AttentionB
   tile.elementwise =
       C::kGeneral &&
       mask_tile_code(p.tiles, block.sequence.b, tile.place.h, row, C::kQueries, first_key, C::kKeys) & kHidesSome;
+  if (p.deterministic) tile.turn = (unsigned(rows.span.end) - 1) / C::kKeys - unsigned(first_key) / C::kKeys;
   // Rows of the next packed sequence are looked at, too, as they may hold NaN.
   tile.edge = tile.elementwise || rows.span.full_begin > first_key || rows.span.full_end < first_key + C::kKeys ||
               (p.q_starts && row + C::kQueries > block.sequence.Sq);
   return tile;
 }
 
-// Adds dQ = dS K of a tile, the warpgroup's columns, and sets the stage free.
-template <class T, class C>
+// Adds dQ = dS K of a tile, the warpgroup's columns. start_more may start one more product behind it; done_with_tile is
+// called when dQ's is over.
+template <class T, class C, class F, class G>
 __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionBackwardLaunch& p, const TileSm90& tile,
-                                           int row_block, uint32_t stage_free, unsigned consumer, unsigned half) {
+                                           int row_block, unsigned consumer, unsigned half, F start_more,
+                                           G done_with_tile) {
 #pragma unroll
   for (int first = 0; first < C::kDqColumns; first += C::kDqNt * 8) {
     float dq[C::kDqNt][4];
     start_dq<T, C>(dq, tile, half, first);
+    start_more();
     if (first == 0 && p.deterministic) {
-      const int turn = (p.spans[row_block].end - 1) / C::kKeys - block.first_key / C::kKeys;
       if (consumer % 32 == 0)
-        while (load_acquire(p.turns + 1 + row_block) != unsigned(turn)) continue;
+        while (load_acquire(p.turns + 1 + row_block) != tile.turn) continue;
       __syncwarp();
       if (consumer == 0) block.added = row_block;
     }
-    wgmma_wait<0>();
+    wgmma_wait<C::kOverlaps>();
     hold(dq);
-    if (first + C::kDqNt * 8 == C::kDqColumns && consumer % 128 == 0) mbarrier_arrive(stage_free);
+    if (first + C::kDqNt * 8 == C::kDqColumns) done_with_tile();
     add_dq<C>(p.dq_sum, row_block, dq, half * C::kDqColumns + first, consumer % 128);
   }
 }
@@ -279,14 +285,31 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (number < 0) break;
     const TileSm90 tile = find_tile<T, C>(block, p, base, finite_keys, n, number, half, key);
     const bool nonfinite = tile.edge && take_tile_specials<T, C>(block, tile.queries, consumer);
-    add_key_gradients<T, C>(dv[0], dk[0], p, held, tile, half, key + lane % 16, lane);
+    uint32_t gradients[C::kNt / 2][4];
+    add_key_gradients<T, C>(dv[0], dk[0], gradients, p, held, tile, half, key + lane % 16, lane);
     pass_turn();
-    await_sums<C>(dv[0], dk[0]);
-    if (nonfinite) {
+    auto finish_sums = [&] {
+      await_sums<C>(dv[0], dk[0]);
+      if (!nonfinite) return;
       add_tile_specials<C>(dv[0], dk[0], p.mask, tile, half, block.specials[0], block.specials[1], lane);
       named_barrier<kAll>(1);  // before the next tile's specials
+    };
+    auto release = [&] {
+      if (consumer % 128 == 0) mbarrier_arrive(block.free(at.index));
+    };
+    const int row_block = block.first_block + number;
+    if constexpr (C::kOverlaps) {
+      auto start_keys = [&] {
+        start_columns<T, C>(dk[0], gradients, tile.queries, 0);
+        wgmma_commit();
+      };
+      add_query_gradients<T, C>(block, p, tile, row_block, consumer, half, start_keys, [] {});
+      finish_sums();
+      release();
+    } else {
+      finish_sums();
+      add_query_gradients<T, C>(block, p, tile, row_block, consumer, half, [] {}, release);
     }
-    add_query_gradients<T, C>(block, p, tile, block.first_block + number, block.free(at.index), consumer, half);
   }
   if (p.deterministic) __threadfence();
   named_barrier<kAll>(1);  // the ring's place is used again, to stage the results

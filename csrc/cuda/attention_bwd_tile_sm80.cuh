@@ -109,7 +109,7 @@ __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaun
     if (C::kGeneral || edge) no_loads_ahead();
     multiply_rows<T, Tile, C::kHead, !C::kHeld, C::kKeys, C::kQueries>(ds, own.v, k_lane, query_lane);
     to_gradients<T, true, C::kGeneral, false>(s, ds, p, at, C::kGeneral, visible, lane);
-    if (!C::kGeneral && edge) hide_outside_transposed(s, ds, at, lane);
+    if (!C::kGeneral && edge) hide_outside_transposed(at, lane, s, ds);
     const uint32_t b_lane = Tile::at_step(query_lane, column / 16);
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], s[m], 0);
@@ -142,7 +142,7 @@ __device__ inline bool pair_scores(uint32_t (&weights)[kSteps][C::kMt][4], uint3
   no_loads_ahead();
   multiply_rows<T, Tile, C::kHead, true, C::kKeys, C::kQueries>(ds, none, k_lane, query_lane);
   to_gradients<T, true, false, false>(s, ds, p, at, false, ~0u, lane);
-  if (edge && !all_seen<C, kRows>(at, lane)) hide_outside_transposed(s, ds, at, lane);
+  if (edge && !all_seen<C, kRows>(at, lane)) hide_outside_transposed(at, lane, s, ds);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll

@@ -22,6 +22,7 @@ struct TileSm90 {
   GradientPlace place;     // of the warp's keys and the first query
   bool edge, elementwise;  // whether pairs need a look at their rows' intervals,
                            // and at more than these
+  unsigned turn;           // where blocks take turns: how many add to the row block before this one
 };
 
 // c = A B^T, started: both have rows along kHead, in boxes of 64 columns kARows and kBRows high, or A is held.
@@ -45,6 +46,12 @@ __device__ inline float (&two(float (&s)[kNt][4], int first))[1][2][4] {
   return reinterpret_cast<float (&)[1][2][4]>(s[first]);
 }
 
+template <class T, class C>
+__device__ inline void pack_operands(uint32_t (&a)[C::kNt / 2][4], const float (&x)[C::kNt][4]) {
+#pragma unroll
+  for (int step = 0; step < C::kNt / 2; ++step) pack_operand<T>(a[step], x, 2 * step);
+}
+
 // The place some queries further.
 __device__ inline GradientPlace further(GradientPlace at, int queries) {
   at.row += queries;
@@ -60,32 +67,50 @@ __device__ inline uint32_t visible_part(const Mask& mask, const GradientPlace& a
   return visible_pairs<1, C::kNt, true, true>(mask, at, lane);
 }
 
-// P^T and dS^T of the warpgroup's 64 keys and of C::kPart queries from `first` on, rounded, as operands.
-template <class T, class C>
+// P^T and dS^T of the warpgroup's 64 keys and of C::kPart queries from `first` on, rounded, as operands. Where nothing
+// but scores decides P^T, it is worked out while V dO^T is still going on; start_values may then start one product
+// more.
+template <class T, class C, class F>
 __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t (&gradients)[C::kNt / 2][4],
                                    const AttentionBackwardLaunch& p, const HeldSm90<C>& held, const TileSm90& tile,
-                                   int first, unsigned lane) {
+                                   int first, unsigned lane, F start_values) {
   const GradientPlace at = further(tile.place, first);
   float s[1][C::kNt][4], ds[1][C::kNt][4];
   start_gradients<true, C::kGeneral>(ds, at, lane);
   hold(ds[0]);
   wgmma_fence();
   start_rows<T, C, C::kKeys, C::kQueries>(s[0], tile.keys, held.k, tile.queries + first * 128, false);
+  if constexpr (!C::kGeneral) wgmma_commit();
   start_rows<T, C, C::kKeys, C::kQueries>(ds[0], tile.values, held.v, tile.douts + first * 128, true);
   wgmma_commit();
-  const uint32_t visible = C::kGeneral || tile.edge ? visible_part<C>(p.mask, at, tile.elementwise, lane) : ~0u;
-  wgmma_wait<0>();
-  hold(s[0]);
-  hold(ds[0]);
+  if constexpr (C::kGeneral) {
+    const uint32_t visible = visible_part<C>(p.mask, at, tile.elementwise, lane);
+    wgmma_wait<0>();
+    hold(s[0]);
+    hold(ds[0]);
 #pragma unroll
-  for (int step = 0; step < C::kNt / 2; ++step)  // 16 queries
-    to_gradients<T, true, C::kGeneral, false>(two(s[0], 2 * step), two(ds[0], 2 * step), p, further(at, 16 * step),
-                                              C::kGeneral || tile.edge, visible >> 8 * step & 0xFF, lane);
-#pragma unroll
-  for (int step = 0; step < C::kNt / 2; ++step) {
-    pack_operand<T>(weights[step], s[0], 2 * step);
-    pack_operand<T>(gradients[step], ds[0], 2 * step);
+    for (int step = 0; step < C::kNt / 2; ++step)  // 16 queries
+      to_gradients<T, true, true, false>(two(s[0], 2 * step), two(ds[0], 2 * step), p, further(at, 16 * step), true,
+                                         visible >> 8 * step & 0xFF, lane);
+    pack_operands<T, C>(weights, s[0]);
+  } else {
+    wgmma_wait<1>();
+    hold(s[0]);
+    float negative_lse[kRowNumbers<true, 1, C::kNt>];
+    row_numbers<true, 1, C::kNt>(negative_lse, at.negative_lse, lane);
+    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) {
+      float& x = s[m][n][2 * half + e];
+      x = exp2_approx(fmaf(x, p.scale_log2, negative_lse[row_number<true>(m, n, half, e)]));
+    });
+    if (tile.edge) hide_outside_transposed(at, lane, s);
+    pack_operands<T, C>(weights, s[0]);
+    start_values();
+    wgmma_wait<C::kOverlaps>();
+    hold(ds[0]);
+    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) { ds[m][n][2 * half + e] *= s[m][n][2 * half + e]; });
+    if (tile.edge) hide_outside_transposed(at, lane, ds);
   }
+  pack_operands<T, C>(gradients, ds[0]);
 }
 
 // c += A B, started, for B of the rows of a tile from `first` on; c has C::kOt * 8 columns.
@@ -133,26 +158,35 @@ __device__ inline void await_sums(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4]
   hold(dv);
 }
 
-// Adds a tile's part to dv and dk and puts dS^T into shared memory, for all consumers. The last products are only
-// started. key: this lane's row of dS^T.
+// Adds a tile's part to dv and dk (with kOverlaps, to dv) and puts dS^T into shared memory, for all consumers. The last
+// products are only started. gradients: this warp's dS^T. key: this lane's row of it.
 template <class T, class C>
 __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4],
-                                         const AttentionBackwardLaunch& p, const HeldSm90<C>& held,
-                                         const TileSm90& tile, unsigned half, unsigned key, unsigned lane) {
+                                         uint32_t (&gradients)[C::kNt / 2][4], const AttentionBackwardLaunch& p,
+                                         const HeldSm90<C>& held, const TileSm90& tile, unsigned half, unsigned key,
+                                         unsigned lane) {
   using Box = TileSm80<T, 64, 128 * C::kConsumers>;
   constexpr int kAll = 128 * C::kConsumers;
-  uint32_t weights[C::kNt / 2][4], gradients[C::kNt / 2][4];
-  if constexpr (!C::kShared) {
+  uint32_t weights[C::kNt / 2][4];
+  auto nothing = [] {};
+  if constexpr (C::kOverlaps) {
+    part_scores<T, C>(weights, gradients, p, held, tile, 0, lane, [&] {
+      wgmma_fence();
+      start_columns<T, C>(dv, weights, tile.douts, 0);
+      wgmma_commit();
+    });
+    store_part<Box>(tile.gradients, key, 0, gradients, lane);
+  } else if constexpr (!C::kShared) {
 #pragma unroll 1
     for (int first = 0; first < C::kQueries; first += C::kPart) {
-      part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
+      part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing);
       store_part<Box>(tile.gradients, key, first, gradients, lane);  // first: products in flight own their registers
       start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
       if constexpr (C::kPart < C::kQueries) await_sums<C>(dv, dk);  // their registers are needed
     }
   } else {
     const int first = half * C::kPart;
-    part_scores<T, C>(weights, gradients, p, held, tile, first, lane);
+    part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing);
     named_barrier<kAll>(1);  // the tile before is done
     store_part<Box>(tile.weights, key, first, weights, lane);
     store_part<Box>(tile.gradients, key, first, gradients, lane);
