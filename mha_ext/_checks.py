@@ -137,19 +137,20 @@ def not_tensors(names: str, *given: Any) -> Exception:
     return TypeError(f"{names} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
 
 
-def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> None:
-    """Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
+def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int]:
+    """(B, H, Sq, Sk). Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
     if q.dim() == 4 and k.dim() == 4 and v.dim() == 4:
-        B, H, _, D = q.shape
+        B, H, Sq, D = q.shape
         Bk, Hk, Sk, Dk = k.shape
         Bv, Hv, Sv, _ = v.shape
-        dtype, device = q.dtype, q.device
+        dtype = q.dtype
         if (
             Bk == B and Bv == B and Hv == Hk and Sv == Sk and Dk == D and (H % Hk == 0 if Hk > 0 else H == 0)
             and k.dtype == dtype and v.dtype == dtype and dtype in DTYPES
-            and k.device == device and v.device == device and (device.type != "cuda" or without_cuda is None)
+            and (q.is_cpu and k.is_cpu and v.is_cpu or q.device == k.device == v.device)
+            and (without_cuda is None or not q.is_cuda)
         ):  # fmt: skip
-            return
+            return B, H, Sq, Sk
     raise _attention_refusal(q, k, v, without_cuda)
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ._typing import Options
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
+# Faster than asking for a device; true where torch doesn't tell.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 LOG_PLANS = os.environ.get("MHA_EXT_LOG", "0") not in ("", "0")
 
 
@@ -130,6 +132,8 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     modifiers = bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic
+    if not (return_lse or return_weights) and mixes is None:
+        return _ops.attention_out(q, k, v, *modifiers)
     out, lse, _, weights = attention_op(q, k, v, mixes, modifiers)
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
@@ -161,14 +165,12 @@ def attention_arguments(
     """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise _checks.not_tensors("q, k, v", q, k, v)
-    device_type = q.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        q, k, v = _autocast(device_type, q, k, v)
-    _checks.attention_inputs(q, k, v, _ops.without_cuda)
-    (B, H, Sq), Sk = q.shape[:3], k.shape[2]
-    args = masks.lower(mask, B, H, Sq, Sk, q.device)
+    if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q.device.type, q, k, v)
+    B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
+    args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
-    mixes = mix_arguments(pre_mix, post_mix, q, H)
+    mixes = None if pre_mix is None and post_mix is None else mix_arguments(pre_mix, post_mix, q, H)
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
@@ -176,7 +178,8 @@ def attention_arguments(
         mixes = mixed or None
     if softcap != 0.0:
         _checks.softcap(softcap)
-    _checks.flag("deterministic", deterministic)
+    if deterministic is not None:
+        _checks.flag("deterministic", deterministic)
     return q, k, v, bias, args, scale, sinks, mixes
 
 
@@ -211,7 +214,8 @@ def score_arguments(
     elif bias is not None:
         bias = _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] > 0 else 1.0
+        D = q.shape[-1]
+        scale = D**-0.5 if D > 0 else 1.0
     else:
         _checks.number("scale", scale)
     if sinks is not None:

@@ -152,6 +152,8 @@ def attention_packed(
         args, bias, sinks, *others = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *starts, *(mixes or ()))
         starts, mixes = others[:2], others[2:] or None
     modifiers = bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic
+    if mixes is None and not return_lse:
+        return _ops.attention_out(q, k, v, *modifiers)[0].transpose(0, 1)
     out, lse, _, _ = attention_op(q, k, v, mixes, modifiers)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out

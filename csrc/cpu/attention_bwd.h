@@ -129,7 +129,8 @@ class BackwardWorker {
     const int rows = int(min64(kMaxRows, p_.Sq - first));
     QueryBlock<T>& block = s_.blocks[n];
     set_rows(&block.rows, p_.mask, b_, h, first, rows, p_.Sq, p_.Sk);
-    std::fill_n(s_.dq + n * kMaxRows * D, kMaxRows * D, T(0));
+    T* dq = s_.dq + n * kMaxRows * D;
+    for (int64_t d = 0; d < D; ++d) std::fill_n(dq + d * kMaxRows, round_up(rows, L), T(0));
     if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
     const QueryScratch<Unit>& q = s_.queries;
     QueryOperands<Unit>& to = s_.operands[n];
@@ -216,7 +217,8 @@ class BackwardWorker {
     const int rows = int(min64(kMaxRows, p_.Sq - first));
     T* dq = s_.dq + n * kMaxRows * D;
     const Vec<T> scale = set1(T(p_.scale));
-    for (int64_t i = 0; i < kMaxRows * D; i += L) store(dq + i, load(dq + i) * scale);
+    for (int64_t i = 0; i < kMaxRows * D; i += kMaxRows)
+      for (int r = 0; r < rows; r += L) store(dq + i + r, load(dq + i + r) * scale);
     const bool whole = plan_.chunks == 1;
     int64_t offset[kMaxRows];
     for (int r = 0; r < rows; ++r) offset[r] = r * (whole ? p_.dq.stride[2] : D);
