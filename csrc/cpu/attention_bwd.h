@@ -56,9 +56,10 @@ struct BackwardScratch {
     tile.dp = arena.take<T>(size);
     tile.bias = arena.take<T>(p.bias.data || p.dweights.data ? size : 0);
     tile.factor = arena.take<T>(p.dropout.rng_state ? size : 0);
-    tile.p_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
-    tile.ds_rows = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
-    tile.ds_lanes = arena.take<Unit>(kPairs<Unit> ? size / 2 : 0);
+    const int64_t rounded = kPairs<Unit> ? kPlanes<Unit> * kLanesPlane<Unit> : 0;
+    tile.p_rows = arena.take<Unit>(rounded);
+    tile.ds_rows = arena.take<Unit>(rounded);
+    tile.ds_lanes = arena.take<Unit>(rounded);
     mask = arena.take<TileMask<T>>(1);
     finite = arena.take<Unit>(columns_size<Unit>(std::max(kMaxRows, kMaxKeys), max64(p.D, p.Dv)));
     dq = arena.take<T>(n * kMaxRows * p.D);
@@ -124,6 +125,10 @@ class BackwardWorker {
     for (int n = 0; n < blocks; ++n) finish_queries(h, n);
   }
 
+  // Units of a plane of q_lanes and dout_lanes.
+  int64_t q_plane() const { return int64_t(units<Unit>(int(p_.D))) * kMaxRows; }
+  int64_t dout_plane() const { return int64_t(units<Unit>(int(p_.Dv))) * kMaxRows; }
+
   void load_queries(int64_t h, int n) {
     const int64_t first = int64_t(n) * kMaxRows, D = p_.D, Dv = p_.Dv;
     const int rows = int(min64(kMaxRows, p_.Sq - first));
@@ -134,12 +139,13 @@ class BackwardWorker {
     if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
     const QueryScratch<Unit>& q = s_.queries;
     QueryOperands<Unit>& to = s_.operands[n];
-    to.q_lanes = q.q_lanes + n * units<Unit>(int(D)) * kMaxRows;
-    to.dout_lanes = q.dout_lanes + n * units<Unit>(int(Dv)) * kMaxRows;
+    const int planes = n * kPlanes<Unit>;  // before this block's
+    to.q_lanes = q.q_lanes + planes * q_plane();
+    to.dout_lanes = q.dout_lanes + planes * dout_plane();
     to.q_rows = load_rows(p_.q, p_.dtype, block.rows, int(D), const_cast<Unit*>(to.q_lanes),
-                          q.q_rows + n * units<Unit>(kMaxRows) * D);
+                          q.q_rows + planes * units<Unit>(kMaxRows) * D);
     to.dout_rows = load_rows(p_.dout, p_.dtype, block.rows, int(Dv), const_cast<Unit*>(to.dout_lanes),
-                             q.dout_rows + n * units<Unit>(kMaxRows) * Dv);
+                             q.dout_rows + planes * units<Unit>(kMaxRows) * Dv);
     block.finite =
         rows_finite<T>(p_.q, p_.dtype, block.rows, int(D)) && rows_finite<T>(p_.dout, p_.dtype, block.rows, int(Dv));
     row_dots(p_, block.rows, block.delta);
@@ -172,13 +178,29 @@ class BackwardWorker {
     const QueryOperands<Unit>& q = s_.operands[n];
     const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
     gemm<Unit>(keys, lanes, units<Unit>(D), k.k.a, k.k.am, k.k.ak, q.q_lanes, kMaxRows, s_.tile.s, kMaxRows,
-               Start::zero);
+               Start::zero, nullptr, {k.k.plane, q_plane()});
     gemm<Unit>(keys, lanes, units<Unit>(Dv), k.v.a, k.v.am, k.v.ak, q.dout_lanes, kMaxRows, s_.tile.dp, kMaxRows,
-               Start::zero);
+               Start::zero, nullptr, {k.v.plane, dout_plane()});
+    if constexpr (kPlanes<Unit> > 1) {
+      if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);
+    }
     const TileOperands<Unit> t = plain_ && !mask
                                      ? plain_tile<Unit, Degree>(s_.tile, block, p_.scale, keys)
                                      : general_tile<Unit, Degree>(s_.tile, p_, dbias_, block, mask, first_key, keys);
     add_products(n, k, t, mask, first_key, keys);
+  }
+
+  void repair(const RowBlock& rows, const KeyOperands<Unit>& k, int keys) {
+    auto rows_of = [&](const void* first, const Tensor4& x) {
+      return [=, this](int i) { return element(first, p_.dtype, i * x.stride[2]); };
+    };
+    auto repair_one = [&](T* product, const void* key, const Tensor4& keys_of, const Tensor4& queries_of,
+                          int64_t cols) {
+      repair_products(product, rows_of(key, keys_of), keys, rows_of(first_row(queries_of, p_.dtype, rows), queries_of),
+                      rows.rows, p_.dtype, p_.dtype, int(cols));
+    };
+    repair_one(s_.tile.s, k.k_rows, p_.k, p_.q, p_.D);
+    repair_one(s_.tile.dp, k.v_rows, p_.v, p_.dout, p_.Dv);
   }
 
   // The products of one tile: dQ, dK, dV. mask is null when all is visible.
@@ -194,21 +216,23 @@ class BackwardWorker {
     Broadcast<Unit> features = k.k_features;
     if (mask && !k.finite) features = finite_k.take(k.k_rows, p_.dtype, p_.k.stride[2], keys, D, s_.finite);
     gemm<Unit>(D, lanes, units<Unit>(keys), features.a, features.am, features.ak, t.ds_lanes, kMaxRows, dq, kMaxRows,
-               Start::add);
+               Start::add, nullptr, {features.plane, kLanesPlane<Unit>});
     if (mask) finite_k.add_keys(dq, s_.tile.dp, *mask, lanes);
 
     auto rows_of = [&](FiniteRows<Unit>& finite, const Tensor4& x, int cols, const RowsOperand<Unit>& as_they_are) {
       if (!mask || block.finite) return as_they_are;
       const void* first = first_row(x, p_.dtype, block.rows);
       const Broadcast<Unit> clean = finite.take(first, p_.dtype, x.stride[2], rows, cols, s_.finite, Side::b);
-      return RowsOperand<Unit>{clean.a, clean.ak};
+      return RowsOperand<Unit>{clean.a, clean.ak, clean.plane};
     };
     const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, s_.operands[n].q_rows);
-    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.b, q.ld, dk, D, Start::add);
+    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.b, q.ld, dk, D, Start::add, nullptr,
+               {t.ds.plane, q.plane});
     if (mask) finite_q.add_queries(dk, s_.tile.dp, *mask, keys);
 
     const RowsOperand<Unit> dout = rows_of(finite_dout, p_.dout, Dv, s_.operands[n].dout_rows);
-    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, dout.b, dout.ld, dv, Dv, Start::add);
+    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, dout.b, dout.ld, dv, Dv, Start::add, nullptr,
+               {t.p.plane, dout.plane});
     if (mask) finite_dout.add_queries(dv, s_.tile.s, *mask, keys);
   }
 
@@ -358,25 +382,28 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
   if (p.dsinks) add_sink_gradients<T>(p, threads);
 }
 
-inline void run_attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
-  if (p.dtype == DType::f64) return run_backward<double, 5>(p, threads, workspace);
-  if (p.dtype == DType::f32) return run_backward<float, 5>(p, threads, workspace);
+// Calls f.operator()<Unit, Degree>(), as forward does.
+template <class F>
+auto with_backward_unit(const AttentionBackward& p, F f) {
+  if (p.dtype == DType::f64) return f.template operator()<double, 5>();
+  if (p.dtype == DType::f32) return f.template operator()<float, 5>();
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) return run_backward<Pair, 4>(p, threads, workspace);
+  if (p.dtype == DType::bf16) return f.template operator()<Pair, 4>();
 #endif
-  run_backward<float, 4>(p, threads, workspace);
+#ifdef MHA_HAS_AMX
+  return f.template operator()<Pairs<2>, 4>();
+#endif
+  return f.template operator()<float, 4>();
 }
 
 inline void attention_bwd(const AttentionBackward& p, const Threads& threads, void* workspace) {
-  for_each_sequence(p, [&](const AttentionBackward& s) { run_attention_bwd(s, threads, workspace); });
+  for_each_sequence(p, [&](const AttentionBackward& s) {
+    with_backward_unit(s, [&]<class Unit, int Degree>() { run_backward<Unit, Degree>(s, threads, workspace); });
+  });
 }
 
 inline std::size_t sequence_bwd_workspace(const AttentionBackward& p, int threads) {
-  if (p.dtype == DType::f64) return backward_workspace<double>(p, threads);
-#ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) return backward_workspace<Pair>(p, threads);
-#endif
-  return backward_workspace<float>(p, threads);
+  return with_backward_unit(p, [&]<class Unit, int>() { return backward_workspace<Unit>(p, threads); });
 }
 
 inline std::size_t attention_bwd_workspace(const AttentionBackward& p, int threads) {

@@ -12,7 +12,7 @@ MHA_ISA_BEGIN
 template <class Unit>
 struct RowsOperand {
   const Unit* b;
-  int64_t ld;
+  int64_t ld, plane = 0;
 };
 
 template <class Unit>
@@ -31,13 +31,11 @@ struct QueryScratch {
 template <class Unit>
 struct KeyOperands {
   Broadcast<Unit> k, v, k_features;
-  const void* k_rows;  // K as it lies
-  bool finite;         // no NaN or Inf in K
+  const void *k_rows, *v_rows;  // K and V as they lie
+  bool finite;                  // no NaN or Inf in K
+  bool finite_v;                // nor in V; known of more planes than one
   Unit *k_scratch, *v_scratch, *k_features_scratch;
 };
-
-template <class Unit>
-constexpr bool kPairs = std::is_same_v<Unit, Pair>;
 
 // Whether rows of that type are an operand of Unit's products as they lie.
 template <class Unit>
@@ -47,6 +45,7 @@ inline bool in_place(DType type) {
 
 template <class Unit>
 inline QueryScratch<Unit> take_query_scratch(Arena& arena, const AttentionBackward& p, int64_t blocks) {
+  blocks *= kPlanes<Unit>;
   const int64_t rows = in_place<Unit>(p.dtype) ? 0 : blocks * units<Unit>(kMaxRows);
   QueryScratch<Unit> s;
   s.q_lanes = arena.take<Unit>(blocks * units<Unit>(int(p.D)) * kMaxRows);
@@ -59,8 +58,8 @@ inline QueryScratch<Unit> take_query_scratch(Arena& arena, const AttentionBackwa
 template <class Unit>
 inline KeyOperands<Unit> take_key_operands(Arena& arena, const AttentionBackward& p) {
   KeyOperands<Unit> k{};
-  k.k_scratch = arena.take<Unit>(kMaxKeys * units<Unit>(int(p.D)));
-  k.v_scratch = arena.take<Unit>(kMaxKeys * units<Unit>(int(p.Dv)));
+  k.k_scratch = arena.take<Unit>(kPlanes<Unit> * kMaxKeys * units<Unit>(int(p.D)));
+  k.v_scratch = arena.take<Unit>(kPlanes<Unit> * kMaxKeys * units<Unit>(int(p.Dv)));
   k.k_features_scratch = arena.take<Unit>(kPairs<Unit> ? columns_size<Unit>(kMaxKeys, p.D) : 0);
   return k;
 }
@@ -78,7 +77,7 @@ inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock&
   const void* src = first_row(x, type, block);
   transposed_operand(lanes, kMaxRows, src, type, offset, block.rows, cols);
   const Broadcast<Unit> features = columns_operand(src, type, x.stride[2], block.rows, cols, rows, Side::b);
-  return {features.a, features.ak};
+  return {features.a, features.ak, features.plane};
 }
 
 template <class T>
@@ -91,8 +90,9 @@ inline void load_keys(KeyOperands<Unit>& to, const AttentionBackward& p, int64_t
                       int keys) {
   const void* k = element(p.k.data, p.dtype, b * p.k.stride[0] + hk * p.k.stride[1] + first * p.k.stride[2]);
   const void* v = element(p.v.data, p.dtype, b * p.v.stride[0] + hk * p.v.stride[1] + first * p.v.stride[2]);
-  to.k_rows = k;
+  to.k_rows = k, to.v_rows = v;
   to.finite = all_finite<T>(k, p.dtype, p.k.stride[2], keys, int(p.D));
+  if (kPlanes<Unit> > 1) to.finite_v = all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv));
   to.k = rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), to.k_scratch);
   to.v = rows_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), to.v_scratch);
   if constexpr (kPairs<Unit>) {

@@ -40,21 +40,28 @@ inline bool plain_scores(const AttentionBackward& p) {
 
 #ifdef MHA_HAS_BF16_DOT
 // The operands of keys j and j + 1 (odd key numbers round up: the second may lie past the tile, and is 0 then).
-MHA_INLINE void store_pairs(const TileScratch<Pair>& t, int j, int r, const VecF* weight, const VecF* ds) {
-  bf16* p_rows = reinterpret_cast<bf16*>(t.p_rows) + j * kMaxRows + r;
-  bf16* ds_rows = reinterpret_cast<bf16*>(t.ds_rows) + j * kMaxRows + r;
-  for (int i = 0; i < 2; ++i) {
-    store(p_rows + i * kMaxRows, weight[i]);
-    store(ds_rows + i * kMaxRows, ds[i]);
+template <int N>
+MHA_INLINE void store_pairs(const TileScratch<Pairs<N>>& t, int j, int r, const VecF* weight, const VecF* ds) {
+  constexpr int64_t plane = kLanesPlane<Pairs<N>>;
+  VecF p_planes[2][N], ds_planes[2][N];
+  for (int i = 0; i < 2; ++i) split<N>(weight[i], p_planes[i]), split<N>(ds[i], ds_planes[i]);
+  for (int n = 0; n < N; ++n) {
+    bf16* p_rows = &t.p_rows[n * plane].x[0] + j * kMaxRows + r;
+    bf16* ds_rows = &t.ds_rows[n * plane].x[0] + j * kMaxRows + r;
+    for (int i = 0; i < 2; ++i) {
+      store(p_rows + i * kMaxRows, p_planes[i][n]);
+      store(ds_rows + i * kMaxRows, ds_planes[i][n]);
+    }
+    store(t.ds_lanes + n * plane + j / 2 * kMaxRows + r, interleave_bf16(ds_planes[0][n], ds_planes[1][n]));
   }
-  store(t.ds_lanes + j / 2 * kMaxRows + r, interleave_bf16(ds[0], ds[1]));
 }
 #endif
 
 template <class Unit>
 MHA_INLINE TileOperands<Unit> operands_of(const TileScratch<Unit>& t) {
-  if constexpr (std::is_same_v<Unit, Pair>) {
-    return {{t.p_rows, kMaxRows / 2, 1}, {t.ds_rows, kMaxRows / 2, 1}, t.ds_lanes};
+  if constexpr (kPairs<Unit>) {
+    constexpr int64_t plane = kLanesPlane<Unit>;
+    return {{t.p_rows, kMaxRows / 2, 1, plane}, {t.ds_rows, kMaxRows / 2, 1, plane}, t.ds_lanes};
   } else {
     return {{t.s, kMaxRows, 1}, {t.dp, kMaxRows, 1}, t.dp};
   }
@@ -64,7 +71,7 @@ MHA_INLINE TileOperands<Unit> operands_of(const TileScratch<Unit>& t) {
 template <class Unit>
 inline TileOperands<Unit> tile_operands(const TileScratch<Unit>& t, int keys, int lanes) {
 #ifdef MHA_HAS_BF16_DOT
-  if constexpr (std::is_same_v<Unit, Pair>) {
+  if constexpr (kPairs<Unit>) {
     for (int j = 0; j < keys; j += 2) {
       const int next = j + 1 < keys ? kMaxRows : 0;
       for (int r = 0; r < lanes; r += VecF::lanes) {
@@ -95,7 +102,7 @@ inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBloc
     };
     int j = 0;
 #ifdef MHA_HAS_BF16_DOT
-    if constexpr (std::is_same_v<Unit, Pair>) {
+    if constexpr (kPairs<Unit>) {
       for (; j < keys; j += 2) {
         VecF weight[2] = {set1(0.0f), set1(0.0f)}, ds[2] = {set1(0.0f), set1(0.0f)};
         step(j, weight, ds);

@@ -22,13 +22,15 @@ struct ForwardBlock {
   using V = Vec<T>;
   static constexpr int L = V::lanes;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
+  static constexpr bool kPlanar = kPlanes<Unit> > 1;  // never few rows
 
   const AttentionForward& p;
   ScoreRule<T> rule;
   ForwardScratch<Unit> s;
-  StoredHead kv;     // of the block's batch and key/value head
-  int lanes = 0;     // rows rounded up to whole vectors
-  bool few = false;  // few rows: head elements in lanes, not rows
+  StoredHead kv;          // of the block's batch and key/value head
+  int lanes = 0;          // rows rounded up to whole vectors
+  bool few = false;       // few rows: head elements in lanes, not rows
+  bool finite_q = false;  // known of more planes than one
   ProductState<Unit> products;
 
   ForwardBlock(const AttentionForward& problem, const ForwardPlan& plan, void* scratch)
@@ -38,7 +40,8 @@ struct ForwardBlock {
   bool set_block(int64_t b, int64_t first_head, int64_t first_row, int rows, int64_t first_key, int64_t last_key) {
     set_rows(s.block, p.mask, b, first_head, first_row, rows, p.Sq, p.Sk);
     lanes = round_up(rows, L);
-    few = rows <= kFewRows && !(kAmxUnit<Unit> && s.whole_head);  // AMX packs heads for blocks that are not few
+    few = !kPlanar && rows <= kFewRows &&
+          !(kAmxUnit<Unit> && s.whole_head);  // AMX packs heads for blocks that are not few
     kv = StoredHead(p, b, first_head / (p.H / p.Hk));
     if (p.store.quantised) rule = ScoreRule<T>(p, kv.k_scale);
     return max64(s.block->any_begin, first_key) < min64(s.block->any_end, last_key);
@@ -72,14 +75,21 @@ struct ForwardBlock {
     s.packed->head = kv.index;
     s.packed->k = rows_operand(kv.key(0), kv.type, p.k.stride[2], int(p.Sk), int(p.D), s.k);
     s.packed->v = columns_operand(kv.value(0), kv.type, p.v.stride[2], int(p.Sk), int(p.Dv), s.v);
+    if constexpr (kPlanar) {
+      s.packed->finite_k = all_finite<T>(kv.key(0), kv.type, p.k.stride[2], int(p.Sk), int(p.D));
+      s.packed->finite_v = all_finite<T>(kv.value(0), kv.type, p.v.stride[2], int(p.Sk), int(p.Dv));
+    }
   }
 
   Broadcast<Unit> key_operand(int64_t first_key, int keys) {
-    if (s.whole_head) return {s.packed->k.a + first_key * s.packed->k.am, s.packed->k.am, s.packed->k.ak};
+    if (s.whole_head) {
+      const Broadcast<Unit>& whole = s.packed->k;
+      return {whole.a + first_key * whole.am, whole.am, whole.ak, whole.plane};
+    }
     const void* k = kv.key(first_key);
-    if constexpr (std::is_same_v<Unit, Pair>) {  // few rows read each key once: no copy, wherever its rows lie
+    if constexpr (kPairs<Unit>) {  // few rows read each key once: no copy, wherever its rows lie
       if (few && kv.type == DType::bf16 && p.D % 2 == 0 && p.k.stride[2] % 2 == 0)
-        return {static_cast<const Pair*>(k), p.k.stride[2] / 2, 1};
+        return {static_cast<const Unit*>(k), p.k.stride[2] / 2, 1};
     }
     return rows_operand(k, kv.type, p.k.stride[2], keys, int(p.D), s.k);
   }
@@ -88,7 +98,8 @@ struct ForwardBlock {
 
   Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
     if (s.whole_head) {
-      return {s.packed->v.a + first_key / kUnitK<Unit> * s.packed->v.ak, s.packed->v.am, s.packed->v.ak};
+      const Broadcast<Unit>& whole = s.packed->v;
+      return {whole.a + first_key / kUnitK<Unit> * whole.ak, whole.am, whole.ak, whole.plane};
     }
     return columns_operand(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.v, value_side());
   }
@@ -97,15 +108,23 @@ struct ForwardBlock {
     for (int r = 0; r < s.block->rows; ++r) offset[r] = s.block->b * stride[0] + s.block->offset(stride, r);
   }
 
+  const void* query(int r) const {
+    return element(p.q.data, p.dtype, s.block->b * p.q.stride[0] + s.block->offset(p.q.stride, r));
+  }
+
   void load_rows() {
     int64_t offset[kMaxRows];
     row_offsets(offset, p.q.stride);
-    if (few) {
-      few_queries(s.q, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
-      std::fill_n(s.score, kMaxKeys * kMaxRows, T(0));  // lanes beyond the rows stay finite
+    if constexpr (!kPlanar) {
+      if (few) {
+        few_queries(s.q, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+        std::fill_n(s.score, kMaxKeys * kMaxRows, T(0));  // lanes beyond the rows stay finite
+      }
     } else {
-      transposed_operand(s.q, kMaxRows, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
+      finite_q = true;
+      for (int r = 0; r < s.block->rows; ++r) finite_q &= all_finite<T>(query(r), p.dtype, 0, 1, int(p.D));
     }
+    if (!few) transposed_operand(s.q, kMaxRows, p.q.data, p.dtype, offset, s.block->rows, int(p.D));
     for (int r = 0; r < lanes; ++r) s.row_max[r] = -kInf, s.row_sum[r] = T(0);
     if (!p.dropout.rng_state) return;
     for (int r = 0; r < kMaxRows; ++r) {
@@ -115,20 +134,34 @@ struct ForwardBlock {
     }
   }
 
+  void multiply_scores(int64_t first_key, int keys) {
+    const Broadcast<Unit> key = key_operand(first_key, keys);
+    const int D = int(p.D), n = units<Unit>(D);
+    if constexpr (!kPlanar) {
+      if (few) {
+        const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
+        const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
+                                {static_cast<const char*>(kv.key(first_key)) + keys * k_stride, k_stride, p.D * size}};
+        return few_scores(key, keys, n, s.q, few_ld<Unit>(D), s.block->rows, s.score, ahead);
+      }
+    }
+    gemm<Unit>(keys, lanes, n, key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows, Start::zero, nullptr,
+               {key.plane, n * kMaxRows});
+    if constexpr (kPlanar) {
+      const void* k = kv.key(first_key);
+      const bool finite_k = (s.whole_head && s.packed->finite_k) || all_finite<T>(k, kv.type, p.k.stride[2], keys, D);
+      if (finite_k && finite_q) return;
+      repair_products(
+          s.score, [&](int j) { return element(k, kv.type, j * p.k.stride[2]); }, keys, [&](int r) { return query(r); },
+          s.block->rows, kv.type, p.dtype, D);
+    }
+  }
+
   // Scores of a tile, hidden ones -inf.
   TileKind compute_scores(int64_t first_key, int keys) {
     TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
     if (kind == TileKind::none) return kind;
-    Broadcast<Unit> key = key_operand(first_key, keys);
-    if (few) {
-      const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
-      const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
-                              {static_cast<const char*>(kv.key(first_key)) + keys * k_stride, k_stride, p.D * size}};
-      few_scores(key, keys, units<Unit>(int(p.D)), s.q, few_ld<Unit>(int(p.D)), s.block->rows, s.score, ahead);
-    } else {
-      gemm<Unit>(keys, lanes, units<Unit>(int(p.D)), key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows,
-                 Start::zero);
-    }
+    multiply_scores(first_key, keys);
     if (!rule.raw) {
       if (p.bias.data) {
         with_storage<T>(p.bias_dtype, [&](auto* src) {
@@ -142,6 +175,15 @@ struct ForwardBlock {
     return kind;
   }
 
+  // Whether the product may take all values of a tile as they are.
+  bool finite_values(const void* v, int keys, TileKind kind) {
+    const bool whole_head = kPlanar && s.whole_head && s.packed->finite_v;
+    if (whole_head || (!kPlanar && kind == TileKind::all)) return true;
+    const bool finite = all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv));
+    if (!finite && kind == TileKind::all) s.mask->show_all(s.block->rows, keys);
+    return finite;
+  }
+
   // Adds a tile to the running softmax and output. Returns whether it did (some pair is visible).
   bool visit(int64_t first_key, int keys, bool first) {
     const TileKind kind = compute_scores(first_key, keys);
@@ -150,21 +192,22 @@ struct ForwardBlock {
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
     const void* v = kv.value(first_key);
     FiniteRows<Unit> finite;
-    const Broadcast<Unit> value =
-        kind == TileKind::all || all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv))
-            ? value_operand(v, first_key, keys)
-            : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.finite_v, value_side());
-    const Unit* weight = lanes_operand<Unit>(s.score, kMaxRows, keys, lanes, s.weight);
-    if (few) {
-      if (moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
-      gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, value.a, value.ak, s.out, p.Dv,
-                 first ? Start::zero : Start::add);
-      finite.add_keys_by_row(s.out, s.score, *s.mask, s.block->rows);
-      return true;
+    const Broadcast<Unit> value = finite_values(v, keys, kind) ? value_operand(v, first_key, keys)
+                                                               : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv),
+                                                                             s.finite_v, value_side());
+    const Unit* weight = lanes_operand<Unit>(s.score, keys, lanes, s.weight);
+    if constexpr (!kPlanar) {
+      if (few) {
+        if (moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
+        gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, value.a, value.ak, s.out, p.Dv,
+                   first ? Start::zero : Start::add);
+        finite.add_keys_by_row(s.out, s.score, *s.mask, s.block->rows);
+        return true;
+      }
     }
     const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
     gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
-               start, s.rescale);
+               start, s.rescale, {value.plane, kLanesPlane<Unit>});
     finite.add_keys(s.out, s.score, *s.mask, lanes);
     return true;
   }
@@ -356,26 +399,29 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
   });
 }
 
-// Half types compute in float; their results are rounded so coarsely that a shorter polynomial does.
-inline void run_attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
-  if (p.dtype == DType::f64) return run_forward<double, 5>(p, threads, workspace);
-  if (p.dtype == DType::f32) return run_forward<float, 5>(p, threads, workspace);
+// Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter
+// polynomial does.
+template <class F>
+auto with_forward_unit(const AttentionForward& p, F f) {
+  if (p.dtype == DType::f64) return f.template operator()<double, 5>();
+  if (p.dtype == DType::f32) return f.template operator()<float, 5>();
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) return run_forward<Pair, 4>(p, threads, workspace);
+  if (p.dtype == DType::bf16) return f.template operator()<Pair, 4>();
 #endif
-  run_forward<float, 4>(p, threads, workspace);
+#ifdef MHA_HAS_AMX
+  if (ForwardPlan(p).rows_per_list > kFewRows) return f.template operator()<Pairs<2>, 4>();
+#endif
+  return f.template operator()<float, 4>();
 }
 
 inline void attention_fwd(const AttentionForward& p, const Threads& threads, void* workspace) {
-  for_each_sequence(p, [&](const AttentionForward& s) { run_attention_fwd(s, threads, workspace); });
+  for_each_sequence(p, [&](const AttentionForward& s) {
+    with_forward_unit(s, [&]<class Unit, int Degree>() { run_forward<Unit, Degree>(s, threads, workspace); });
+  });
 }
 
 inline std::size_t sequence_fwd_workspace(const AttentionForward& p, int threads) {
-  if (p.dtype == DType::f64) return ForwardSpace<double>(p).bytes(threads);
-#ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) return ForwardSpace<Pair>(p).bytes(threads);
-#endif
-  return ForwardSpace<float>(p).bytes(threads);
+  return with_forward_unit(p, [&]<class Unit, int>() { return ForwardSpace<Unit>(p).bytes(threads); });
 }
 
 inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {

@@ -34,6 +34,7 @@ template <class Unit>
 struct PackedHead {
   int64_t head;  // b * Hk + key/value head; -1: none yet
   Broadcast<Unit> k, v;
+  bool finite_k, finite_v;  // known of more planes than one
 };
 
 // What a block, or a part of its keys, has come to. out is [Dv][kMaxRows], or [rows][Dv] for few rows.
@@ -85,19 +86,19 @@ struct ForwardScratch {
     rescale = arena.take<T>(kMaxRows);
     batch_head = arena.take<uint32_t>(kMaxRows);
     query = arena.take<uint32_t>(kMaxRows);
-    q = arena.take<Unit>(max64(units<Unit>(int(D)) * kMaxRows, kFewRows * few_ld<Unit>(int(D))));
+    q = arena.take<Unit>(kPlanes<Unit> * max64(units<Unit>(int(D)) * kMaxRows, kFewRows * few_ld<Unit>(int(D))));
     const bool packs = sizeof(Unit) != size_of(p.kv_type()) && plan.parts == 1 && !p.store.table;
-    const int64_t head_bytes = p.Sk * (D + Dv) * int64_t(sizeof(Unit)) / kUnitK<Unit>;
+    const int64_t head_bytes = p.Sk * (D + Dv) * int64_t(sizeof(Unit)) / kUnitK<Unit> * kPlanes<Unit>;
     whole_head = packs && p.Sq > kMaxRows && head_bytes <= kPackedHeadBytes;
     const int packed_keys = whole_head ? int(p.Sk) : kMaxKeys;
     packed = arena.take<PackedHead<Unit>>(1);
-    k = arena.take<Unit>(packed_keys * units<Unit>(int(D)));
+    k = arena.take<Unit>(kPlanes<Unit> * packed_keys * units<Unit>(int(D)));
     v = arena.take<Unit>(columns_size<Unit>(packed_keys, Dv));
     finite_v = whole_head ? arena.take<Unit>(columns_size<Unit>(kMaxKeys, Dv)) : v;
     score = arena.take<T>(tile);
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
-    weight = arena.take<Unit>(std::is_same_v<Unit, Pair> ? tile : 0);
+    weight = arena.take<Unit>(kPairs<Unit> ? kPlanes<Unit> * kLanesPlane<Unit> : 0);
     bytes = arena.used();
   }
 };

@@ -19,6 +19,10 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   if (p.dtype == DType::bf16)
     plan.arithmetic = kAmxUnit<Pair> ? "bf16 tiles, summed in float" : "bf16 pairs, summed in float";
 #endif
+#ifdef MHA_HAS_AMX
+  if (p.dtype == DType::f16 && ForwardPlan(p).rows_per_list > kFewRows)
+    plan.arithmetic = "tiles of two bf16 pieces, summed in float";
+#endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
   plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = BackwardPlan(backward).units();
   plan.fwd_workspace = attention_fwd_workspace(forward, threads);

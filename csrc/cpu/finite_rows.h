@@ -20,7 +20,7 @@ class FiniteRows {
                        Side side = Side::a) {
     src_ = src, type_ = type, stride_ = stride, rows_ = rows, cols_ = cols;
     Broadcast<Unit> taken{scratch, 1, cols};
-    if constexpr (std::is_same_v<Unit, Pair>) {
+    if constexpr (kPairs<Unit>) {
       taken = columns_operand(src, type, stride, rows, cols, scratch, side);
     } else {
       copy_rows(scratch, cols, src, type, stride, rows, cols);
@@ -28,8 +28,9 @@ class FiniteRows {
     for (int r = 0; r < rows; ++r) {
       left_out_[r] = !all_finite<T>(element(src, type, r * stride), type, stride, 1, cols);
       if (!left_out_[r]) continue;
-      if constexpr (std::is_same_v<Unit, Pair>) {
-        for (int c = 0; c < cols; ++c) scratch[r / 2 * taken.ak + c * taken.am].x[r % 2] = bf16{};
+      if constexpr (kPairs<Unit>) {
+        for (int c = 0; c < cols * kPlanes<Unit>; ++c)
+          scratch[c / cols * taken.plane + r / 2 * taken.ak + c % cols * taken.am].x[r % 2] = bf16{};
       } else {
         std::fill_n(scratch + r * cols, cols, Unit(0));
       }
@@ -94,5 +95,29 @@ class FiniteRows {
   int rows_ = 0, cols_ = 0;
   bool left_out_[kMaxRows > kMaxKeys ? kMaxRows : kMaxKeys];
 };
+
+// The products of planes make NaN of an infinite number, times what it meets in a plane that is 0. So those of rows
+// that are not finite are made once more, one by one: product[key][query] = row of key * row of query.
+template <class Keys, class Queries>
+inline void repair_products(float* product, Keys key, int keys, Queries query, int queries, DType key_type,
+                            DType query_type, int cols) {
+  constexpr int L = VecF::lanes;
+  bool finite_query[kMaxRows];
+  for (int r = 0; r < queries; ++r) finite_query[r] = all_finite<float>(query(r), query_type, 0, 1, cols);
+  for (int j = 0; j < keys; ++j) {
+    const bool finite_key = all_finite<float>(key(j), key_type, 0, 1, cols);
+    for (int r = 0; r < queries; ++r) {
+      if (finite_key && finite_query[r]) continue;
+      VecF sum = set1(0.0f);
+      for (int c = 0; c < cols; c += L) {
+        float a[L] = {}, b[L] = {};
+        copy_rows(a, L, element(key(j), key_type, c), key_type, 0, 1, std::min(L, cols - c));
+        copy_rows(b, L, element(query(r), query_type, c), query_type, 0, 1, std::min(L, cols - c));
+        sum = fma(load(a), load(b), sum);
+      }
+      product[j * kMaxRows + r] = reduce_add(sum);
+    }
+  }
+}
 
 MHA_ISA_END

@@ -1,16 +1,29 @@
 // The one matrix product: C[m][n] (+)= sum_k A(m,k) * B[k][n]. Elements of A are read one by one through two strides
 // and broadcast, so that A is used as it lies in memory, transposed or not; rows of B and C are contiguous in n.
 //
-// Unit is float, double, or Pair: two bf16 neighbours in k, multiplied and added to a float in one step.
+// Unit is float, double, or Pairs: two bf16 neighbours in k, multiplied and added to a float in one step.
 #pragma once
 
 #include "tiles.h"
 
 MHA_ISA_BEGIN
 
-struct Pair {
+// An operand of Pairs<N> has N planes: numbers rounded to bf16, then, for N > 1, what that leaves of them, so that fp16
+// is exactly the sum of two. Only tiles multiply more than one plane.
+template <int N>
+struct Pairs {
   bf16 x[2];
 };
+using Pair = Pairs<1>;
+
+template <class Unit>
+constexpr int kPlanes = 1;
+template <int N>
+constexpr int kPlanes<Pairs<N>> = N;
+template <class Unit>
+constexpr bool kPairs = false;
+template <int N>
+constexpr bool kPairs<Pairs<N>> = true;
 
 template <class Unit>
 struct Product {
@@ -23,22 +36,27 @@ struct Product {
 };
 
 #ifdef MHA_HAS_BF16_DOT
-template <>
-struct Product<Pair> {
+template <int N>
+struct Product<Pairs<N>> {
   using Acc = float;
   using Operand = VecPair;
-  static MHA_INLINE Operand broadcast(const Pair* a) {
+  static MHA_INLINE Operand broadcast(const Pairs<N>* a) {
     int32_t bits;
     std::memcpy(&bits, a, 4);
     return {_mm512_set1_epi32(bits)};
   }
-  static MHA_INLINE Operand load_b(const Pair* b) { return {_mm512_loadu_si512(b)}; }
-  static MHA_INLINE Operand load_b(const Pair* b, int n) { return {_mm512_maskz_loadu_epi32(lanes16(n), b)}; }
+  static MHA_INLINE Operand load_b(const Pairs<N>* b) { return {_mm512_loadu_si512(b)}; }
+  static MHA_INLINE Operand load_b(const Pairs<N>* b, int n) { return {_mm512_maskz_loadu_epi32(lanes16(n), b)}; }
   static MHA_INLINE VecF step(Operand a, Operand b, VecF c) { return dot(a, b, c); }
 };
 #endif
 
 enum class Start { zero, add, scale };  // C begins as 0, as it is, or as C[m][n] * scale[n]
+
+// Units from one plane of A, and of B, to the next.
+struct PlaneStrides {
+  int64_t a = 0, b = 0;
+};
 
 template <class Unit>
 struct GemmArgs {
@@ -52,6 +70,7 @@ struct GemmArgs {
   int64_t ldc;
   Start start;
   const Acc* scale;
+  PlaneStrides plane;
 };
 
 // What a thread must hold while it multiplies.
@@ -59,7 +78,8 @@ template <class Unit>
 struct ProductState {};
 
 #ifdef MHA_HAS_AMX
-inline void gemm_amx(const GemmArgs<Pair>& g, int M, int N);
+template <int Planes>
+inline void gemm_amx(const GemmArgs<Pairs<Planes>>& g, int M, int N);
 #endif
 
 // Calls f(0) .. f(N - 1), written out: in a loop, GCC keeps the sums of a register tile in memory before and after the
@@ -124,11 +144,12 @@ inline void gemm_columns(const GemmArgs<Unit>& g, int M, int n, int tail) {
 template <class Unit>
 inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, const Unit* b, int64_t ldb,
                  typename Product<Unit>::Acc* c, int64_t ldc, Start start,
-                 const typename Product<Unit>::Acc* scale = nullptr) {
+                 const typename Product<Unit>::Acc* scale = nullptr, PlaneStrides plane = {}) {
   constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
-  GemmArgs<Unit> g{K, a, am, ak, b, ldb, c, ldc, start, scale};
+  GemmArgs<Unit> g{K, a, am, ak, b, ldb, c, ldc, start, scale, plane};
 #ifdef MHA_HAS_AMX
-  if constexpr (std::is_same_v<Unit, Pair>) {
+  if constexpr (kPlanes<Unit> > 1) return gemm_amx(g, M, N);
+  if constexpr (kPairs<Unit>) {
     if (ak == 1) return gemm_amx(g, M, N);
   }
 #endif

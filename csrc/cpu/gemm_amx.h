@@ -1,4 +1,4 @@
-// The matrix product of gemm.h on AMX tiles, for pairs of bf16 where those of a row of A are neighbours in memory. The
+// The matrix product of gemm.h on AMX tiles, for Pairs of bf16 where those of a row of A are neighbours in memory. The
 // rows of B are what a tile wants as they lie: pairs along k, one column after the other.
 #pragma once
 
@@ -26,8 +26,8 @@ class AmxTiles {
   const AmxShapes before_;
 };
 
-template <>
-struct ProductState<Pair> {
+template <int N>
+struct ProductState<Pairs<N>> {
   AmxTiles tiles;
 };
 
@@ -60,8 +60,11 @@ MHA_INLINE void store_part(float* dst, int64_t ld, int rows, int cols, AmxPad& p
 
 // C's tiles are 0 to 3, two loads of A (4, 5) and two of B (6, 7) make four products. rows and cols are what is left of
 // C from (m, n) on: more than 16 with two tiles down (Down == 2) and across.
-template <int Down, int Across>
-inline void amx_block(const GemmArgs<Pair>& g, int m, int n, int rows, int cols) {
+//
+// Of products of planes, those are made whose planes' numbers add up to less than Planes, the smallest first: what the
+// others would add is below the last plane's rounding.
+template <int Planes, int Down, int Across>
+inline void amx_block(const GemmArgs<Pairs<Planes>>& g, int m, int n, int rows, int cols) {
   AmxPad pad;
   float* c = g.c + m * g.ldc + n;
   auto for_each_tile = [&](auto f) {
@@ -73,25 +76,31 @@ inline void amx_block(const GemmArgs<Pair>& g, int m, int n, int rows, int cols)
   for_each_tile([&]<int Tile>(float* at, int down, int across) {
     g.start == Start::zero ? amx_zero<Tile>() : load_part<Tile>(at, g.ldc, down, across, pad);
   });
-  for (int k = 0; k < g.K; k += kAmx) {
-    const Pair *a = g.a + m * g.am + k, *b = g.b + k * g.ldb + n;
-    load_part<4>(a, g.am, rows, g.K - k, pad);
-    if constexpr (Down == 2) load_part<5>(a + kAmx * g.am, g.am, rows - kAmx, g.K - k, pad);
-    load_part<6>(b, g.ldb, g.K - k, cols, pad);
-    amx_dot<0, 4, 6>();
-    if constexpr (Down == 2) amx_dot<2, 5, 6>();
-    if constexpr (Across == 2) {
-      load_part<7>(b + kAmx, g.ldb, g.K - k, cols - kAmx, pad);
-      amx_dot<1, 4, 7>();
-      if constexpr (Down == 2) amx_dot<3, 5, 7>();
+  auto add_product = [&](int a_plane, int b_plane) {
+    const Pairs<Planes>*a = g.a + a_plane * g.plane.a + m * g.am, *b = g.b + b_plane * g.plane.b + n;
+    for (int k = 0; k < g.K; k += kAmx, a += kAmx, b += kAmx * g.ldb) {
+      load_part<4>(a, g.am, rows, g.K - k, pad);
+      if constexpr (Down == 2) load_part<5>(a + kAmx * g.am, g.am, rows - kAmx, g.K - k, pad);
+      load_part<6>(b, g.ldb, g.K - k, cols, pad);
+      amx_dot<0, 4, 6>();
+      if constexpr (Down == 2) amx_dot<2, 5, 6>();
+      if constexpr (Across == 2) {
+        load_part<7>(b + kAmx, g.ldb, g.K - k, cols - kAmx, pad);
+        amx_dot<1, 4, 7>();
+        if constexpr (Down == 2) amx_dot<3, 5, 7>();
+      }
     }
+  };
+  for (int both = Planes - 1; both >= 0; --both) {
+    for (int a_plane = 0; a_plane <= both; ++a_plane) add_product(a_plane, both - a_plane);
   }
   for_each_tile([&]<int Tile>(float* at, int down, int across) { store_part<Tile>(at, g.ldc, down, across, pad); });
 }
 
 // g.ak is 1, and the thread has AmxTiles.
-inline void gemm_amx(const GemmArgs<Pair>& given, int M, int N) {
-  GemmArgs<Pair> g = given;
+template <int Planes>
+inline void gemm_amx(const GemmArgs<Pairs<Planes>>& given, int M, int N) {
+  GemmArgs<Pairs<Planes>> g = given;
   if (g.start == Start::scale) {
     for (int m = 0; m < M; ++m) {
       for (int n = 0; n < N; n += kAmx) {
@@ -104,8 +113,8 @@ inline void gemm_amx(const GemmArgs<Pair>& given, int M, int N) {
   for (int n = 0; n < N; n += 2 * kAmx) {
     for (int m = 0; m < M; m += 2 * kAmx) {
       const bool down = M - m > kAmx, across = N - n > kAmx;
-      const auto block =
-          down ? (across ? amx_block<2, 2> : amx_block<2, 1>) : (across ? amx_block<1, 2> : amx_block<1, 1>);
+      const auto block = down ? (across ? amx_block<Planes, 2, 2> : amx_block<Planes, 2, 1>)
+                              : (across ? amx_block<Planes, 1, 2> : amx_block<Planes, 1, 1>);
       block(g, m, n, M - m, N - n);
     }
   }

@@ -8,7 +8,7 @@
 MHA_ISA_BEGIN
 
 template <class Unit>
-constexpr int kUnitK = std::is_same_v<Unit, Pair> ? 2 : 1;  // elements of k per unit
+constexpr int kUnitK = kPairs<Unit> ? 2 : 1;  // elements of k per unit
 
 template <class Unit>
 MHA_INLINE int units(int k) {
@@ -20,13 +20,14 @@ template <class Unit>
 struct Broadcast {
   const Unit* a;
   int64_t am, ak;
+  int64_t plane = 0;  // units from one plane to the next
 };
 
 enum class Side { a, b };  // of gemm's product
 
 #ifdef MHA_HAS_AMX
 template <class Unit>
-constexpr bool kAmxUnit = std::is_same_v<Unit, Pair>;
+constexpr bool kAmxUnit = kPairs<Unit>;
 #else
 template <class Unit>
 constexpr bool kAmxUnit = false;
@@ -39,87 +40,116 @@ inline int64_t amx_columns_ld(int rows) {
   return n > 32 ? n | 16 : n;
 }
 
-// Units of scratch that columns_operand needs.
+// Units of a plane that columns_operand makes, and of scratch that it needs.
 template <class Unit>
-inline int64_t columns_size(int64_t rows, int64_t cols) {
+inline int64_t columns_plane(int64_t rows, int64_t cols) {
   return (kAmxUnit<Unit> ? amx_columns_ld(int(rows)) : units<Unit>(int(rows))) * cols;
 }
+template <class Unit>
+inline int64_t columns_size(int64_t rows, int64_t cols) {
+  return kPlanes<Unit> * columns_plane<Unit>(rows, cols);
+}
 
-// Quantised rows as pairs along the row; bf16 holds their elements exactly.
-inline void pairs_of_rows(Pair* dst, int n, const void* src, DType type, int64_t stride, int rows, int cols) {
-  constexpr int L = VecF::lanes;
-  with_quantised(type, [&](auto* s) {
+#ifdef MHA_HAS_BF16_DOT
+// Rows as pairs along the row, n of them, in planes. (bf16 holds what is quantised exactly.)
+template <int N>
+inline void pairs_of_rows(Pairs<N>* dst, int n, int64_t plane, const void* src, DType type, int64_t stride, int rows,
+                          int cols) {
+  with_stored<float>(type, [&](auto* s) {
     for (int r = 0; r < rows; ++r, dst += n) {
       const auto* row = static_cast<decltype(s)>(src) + r * stride;
-      bf16* to = &dst->x[0];
-      dst[n - 1] = Pair{};
-      int c = 0;
-      for (; c + L <= cols; c += L) store(to + c, load(row + c));
-      if (c < cols) store_n(to + c, load_n(row + c, cols - c), cols - c);
+      for (int i = 0; i < N; ++i) dst[i * plane + n - 1] = {};
+      for_each_vector<float>(cols, [&](auto full, int64_t c, int lanes) MHA_INLINE_LAMBDA {
+        VecF x[N];
+        split<N>(load_lanes(full, row + c, lanes), x);
+        for (int i = 0; i < N; ++i) store_lanes(full, &dst[i * plane].x[0] + c, x[i], lanes);
+      });
     }
   });
 }
 
 // Two rows of a column operand of pairs; without `two`, the second is 0.
-template <class S>
-MHA_INLINE void pairs_of_columns(Pair* dst, const S* row, const S* next, bool two, int cols) {
-  int c = 0;
-#ifdef MHA_HAS_BF16_DOT
+template <int N, class S>
+MHA_INLINE void pairs_of_columns(Pairs<N>* dst, int64_t plane, const S* row, const S* next, bool two, int cols) {
+  int first = 0;
+  if constexpr (N == 1 && std::is_same_v<S, bf16>) {
+    constexpr int L = VecF::lanes;
+    for (; first + 2 * L <= cols; first += 2 * L)
+      interleave_rows(dst + first, row + first, two ? next + first : nullptr);
+  }
+  for_each_vector<float>(cols - first, [&](auto full, int64_t c, int lanes) MHA_INLINE_LAMBDA {
+    c += first;
+    VecPair pairs[N];
+    const VecF odd = two ? load_lanes(full, next + c, lanes) : set1(0.0f);
+    interleave_planes<N>(load_lanes(full, row + c, lanes), odd, pairs);
+    for (int i = 0; i < N; ++i) store_lanes(full, dst + i * plane + c, pairs[i], lanes);
+  });
+}
+
+// Up to 2 * L elements of a row, as planes of pairs.
+template <int N>
+MHA_INLINE void line_of_planes(Pairs<N> (*line)[VecF::lanes], const void* row, DType type, int width) {
   constexpr int L = VecF::lanes;
-  if constexpr (std::is_same_v<S, bf16>) {
-    for (; c + 2 * L <= cols; c += 2 * L) interleave_rows(dst + c, row + c, two ? next + c : nullptr);
-  }
-  for (; c + L <= cols; c += L) {
-    store(dst + c, interleave_bf16(load(row + c), two ? load(next + c) : set1(0.0f)));
-  }
-#endif
-  for (; c < cols; ++c) {
-    bf16 pair[2] = {};
-    store_n(pair, load_n(row + c, 1), 1);
-    if (two) store_n(pair + 1, load_n(next + c, 1), 1);
-    dst[c] = {{pair[0], pair[1]}};
+  if constexpr (N == 1) {
+    std::memcpy(line[0], row, size_t(width) * sizeof(bf16));
+  } else {
+    with_storage<float>(type, [&](auto* s) {
+      for (int c = 0; c < width; c += L) {
+        VecF x[N];
+        split<N>(load_n(static_cast<decltype(s)>(row) + c, width - c), x);
+        for (int i = 0; i < N; ++i) store(&line[i][0].x[0] + c, x[i]);
+      }
+    });
   }
 }
 
-#ifdef MHA_HAS_AMX
 // dst[c][r / 2] = rows r and r + 1 of column c; whole tiles along r, 0 beyond the rows.
-template <class S>
-inline void pairs_down_columns(Pair* dst, int64_t ld, const S* src, int64_t stride, int rows, int cols) {
+template <int N, class S>
+inline void pairs_down_columns(Pairs<N>* dst, int64_t ld, int64_t plane, const S* src, int64_t stride, int rows,
+                               int cols) {
   constexpr int L = VecF::lanes;
   for (int r = 0; r < rows; r += 2 * L) {
     for (int c = 0; c < cols; c += L) {
       const int width = std::min(L, cols - c);
       auto row = [&](int i) { return i < rows ? load_n(src + i * stride + c, width) : set1(0.0f); };
-      VecF x[L];
+      VecF x[N][L];
       for (int i = 0; i < L; ++i) {
-        const VecPair pairs = interleave_bf16(row(r + 2 * i), row(r + 2 * i + 1));
-        std::memcpy(&x[i], &pairs, sizeof(pairs));
+        VecPair pairs[N];
+        interleave_planes<N>(row(r + 2 * i), row(r + 2 * i + 1), pairs);
+        for (int p = 0; p < N; ++p) std::memcpy(&x[p][i], &pairs[p], sizeof(pairs[p]));
       }
-      transpose_block(x);
-      for (int i = 0; i < width; ++i) std::memcpy(dst + (c + i) * ld + r / 2, &x[i], sizeof(x[i]));
+      for (int p = 0; p < N; ++p) {
+        transpose_block(x[p]);
+        for (int i = 0; i < width; ++i) std::memcpy(dst + p * plane + (c + i) * ld + r / 2, &x[p][i], sizeof(x[p][i]));
+      }
     }
   }
 }
 #endif
 
-// Rows of a tensor (keys) as A(m = row, k = column); scratch holds rows * units(cols).
+// Rows of a tensor (keys) as A(m = row, k = column); scratch holds rows * units(cols) for each plane.
 template <class Unit>
 inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch) {
-  if constexpr (std::is_same_v<Unit, Pair>) {
+#ifdef MHA_HAS_BF16_DOT
+  if constexpr (kPairs<Unit>) {
     // Rows that lie apart ([B,S,H,D] in memory) are fetched slowly: they are copied, once per head where forward keeps
     // it.
-    if (type == DType::bf16 && cols % 2 == 0 && stride == cols) return {static_cast<const Pair*>(src), stride / 2, 1};
-    const int n = units<Pair>(cols);
-    if (type != DType::bf16) {
-      pairs_of_rows(scratch, n, src, type, stride, rows, cols);
-      return {scratch, n, 1};
+    const bool is_pairs = kPlanes<Unit> == 1 && type == DType::bf16;
+    if (is_pairs && cols % 2 == 0 && stride == cols) return {static_cast<const Unit*>(src), stride / 2, 1};
+    const int n = units<Unit>(cols);
+    const int64_t plane = int64_t(rows) * n;
+    if (!is_pairs) {
+      pairs_of_rows(scratch, n, plane, src, type, stride, rows, cols);
+      return {scratch, n, 1, plane};
     }
     for (int r = 0; r < rows; ++r) {
-      scratch[r * n + n - 1] = Pair{};
+      scratch[r * n + n - 1] = {};
       std::memcpy(scratch + r * n, static_cast<const bf16*>(src) + r * stride, size_t(cols) * sizeof(bf16));
     }
     return {scratch, n, 1};
-  } else {
+  } else
+#endif
+  {
     if (sizeof(Unit) == size_of(type)) return {static_cast<const Unit*>(src), stride, 1};
     copy_rows(scratch, cols, src, type, stride, rows, cols);
     return {scratch, cols, 1};
@@ -131,73 +161,84 @@ inline Broadcast<Unit> rows_operand(const void* src, DType type, int64_t stride,
 template <class Unit>
 inline Broadcast<Unit> columns_operand(const void* src, DType type, int64_t stride, int rows, int cols, Unit* scratch,
                                        [[maybe_unused]] Side side = Side::a) {
-  if constexpr (std::is_same_v<Unit, Pair>) {
-    const int64_t ld = amx_columns_ld(rows);
+#ifdef MHA_HAS_BF16_DOT
+  if constexpr (kPairs<Unit>) {
+    const int64_t ld = amx_columns_ld(rows), plane = columns_plane<Unit>(rows, cols);
     const bool down = kAmxUnit<Unit> && side == Side::a;
-    auto pack = [&](auto* s) {
+    with_stored<float>(type, [&](auto* s) {
       const auto* row = static_cast<decltype(s)>(src);
-#ifdef MHA_HAS_AMX
-      if (down) return pairs_down_columns(scratch, ld, row, stride, rows, cols);
-#endif
-      for (int r = 0; r < rows; r += 2, row += 2 * stride) {
-        pairs_of_columns(scratch + r / 2 * cols, row, row + stride, r + 1 < rows, cols);
+      if constexpr (kAmxUnit<Unit>) {
+        if (down) return pairs_down_columns(scratch, ld, plane, row, stride, rows, cols);
       }
-    };
-    if (type == DType::bf16)
-      pack(static_cast<const bf16*>(nullptr));
-    else
-      with_quantised(type, pack);
-    if (down) return {scratch, ld, 1};
-    return {scratch, 1, cols};
-  } else {
+      for (int r = 0; r < rows; r += 2, row += 2 * stride) {
+        pairs_of_columns(scratch + r / 2 * cols, plane, row, row + stride, r + 1 < rows, cols);
+      }
+    });
+    if (down) return {scratch, ld, 1, plane};
+    return {scratch, 1, cols, plane};
+  } else
+#endif
+  {
     if (sizeof(Unit) == size_of(type)) return {static_cast<const Unit*>(src), 1, stride};
     copy_rows(scratch, cols, src, type, stride, rows, cols);
     return {scratch, 1, cols};
   }
 }
 
-// Rows of a tensor (queries) transposed into a B operand: dst[units(cols)][ld], one row per lane.
+// Rows of a tensor (queries) transposed into a B operand: dst[units(cols)][ld] for each plane, one row per lane.
 template <class Unit>
 inline void transposed_operand(Unit* dst, int64_t ld, const void* src, DType type, const int64_t* offset, int rows,
                                int cols) {
-  if constexpr (std::is_same_v<Unit, Pair>) {
+#ifdef MHA_HAS_BF16_DOT
+  if constexpr (kPairs<Unit>) {
     // Two bf16 travel as one float, which no instruction here looks into.
-    constexpr int L = VecF::lanes;
-    const bf16* base = static_cast<const bf16*>(src);
+    constexpr int L = VecF::lanes, N = kPlanes<Unit>;
+    const int64_t plane = units<Unit>(cols) * ld;
     for (int r = 0; r < rows; r += L) {
       for (int c = 0; c < cols; c += 2 * L) {
-        VecF x[L];
+        VecF x[N][L];
         const int width = std::min(2 * L, cols - c);
         for (int i = 0; i < L; ++i) {
-          Pair line[L] = {};
-          if (r + i < rows) std::memcpy(line, base + offset[r + i] + c, size_t(width) * sizeof(bf16));
-          std::memcpy(&x[i], line, sizeof(line));
+          Unit line[N][L] = {};
+          if (r + i < rows) line_of_planes(line, element(src, type, offset[r + i] + c), type, width);
+          for (int p = 0; p < N; ++p) std::memcpy(&x[p][i], line[p], sizeof(line[p]));
         }
-        transpose_block(x);
-        for (int i = 0; i < units<Pair>(width); ++i) std::memcpy(dst + (c / 2 + i) * ld + r, &x[i], sizeof(x[i]));
+        for (int p = 0; p < N; ++p) {
+          transpose_block(x[p]);
+          for (int i = 0; i < units<Unit>(width); ++i)
+            std::memcpy(dst + p * plane + (c / 2 + i) * ld + r, &x[p][i], sizeof(x[p][i]));
+        }
       }
     }
-  } else {
+  } else
+#endif
+  {
     transpose_rows(dst, ld, src, type, offset, rows, cols);
   }
 }
 
-// Computed weights [k][lanes] as a B operand of the same rows: in place, or rounded and paired along k into scratch.
+// Units of a plane of weights that lanes_operand makes.
+template <class Unit>
+constexpr int64_t kLanesPlane = kMaxKeys / kUnitK<Unit> * kMaxRows;
+
+// Computed weights [k][kMaxRows] as a B operand of the same rows: in place, or in planes of pairs along k in scratch.
 template <class Unit, class T>
-inline const Unit* lanes_operand(const T* src, int64_t ld, int k, int lanes, Unit* scratch) {
+inline const Unit* lanes_operand(const T* src, int k, int lanes, Unit* scratch) {
 #ifdef MHA_HAS_BF16_DOT
-  if constexpr (std::is_same_v<Unit, Pair>) {
-    for (int i = 0; i < k; i += 2, src += 2 * ld) {
+  if constexpr (kPairs<Unit>) {
+    constexpr int N = kPlanes<Unit>;
+    for (int i = 0; i < k; i += 2, src += 2 * kMaxRows) {
       for (int n = 0; n < lanes; n += 16) {
-        VecF even = load(src + n), odd = i + 1 < k ? load(src + ld + n) : set1(0.0f);
-        store(scratch + i / 2 * ld + n, interleave_bf16(even, odd));
+        VecPair pairs[N];
+        interleave_planes<N>(load(src + n), i + 1 < k ? load(src + kMaxRows + n) : set1(0.0f), pairs);
+        for (int p = 0; p < N; ++p) store(scratch + p * kLanesPlane<Unit> + i / 2 * kMaxRows + n, pairs[p]);
       }
     }
     return scratch;
   } else
 #endif
   {
-    (void)ld, (void)k, (void)lanes, (void)scratch;
+    (void)k, (void)lanes, (void)scratch;
     return src;
   }
 }

@@ -2,34 +2,10 @@
 #pragma once
 
 #include "math.h"
+#include "pack.h"
 #include "parallel.h"
 
 MHA_ISA_BEGIN
-
-// Calls f(full, j, lanes) for each vector of the row; full is a true type when all lanes are in the row.
-template <class A, class F>
-MHA_INLINE void for_each_vector(int64_t n, F f) {
-  constexpr int L = Vec<A>::lanes;
-  int64_t j = 0;
-  for (; j + L <= n; j += L) f(std::true_type(), j, L);
-  if (j < n) f(std::false_type(), j, int(n - j));
-}
-
-template <class Full, class T>
-MHA_INLINE auto load_lanes(Full, const T* p, int lanes) {
-  if constexpr (Full::value)
-    return load(p);
-  else
-    return load_n(p, lanes);
-}
-
-template <class Full, class T, class V>
-MHA_INLINE void store_lanes(Full, T* p, V x, int lanes) {
-  if constexpr (Full::value)
-    store(p, x);
-  else
-    store_n(p, x, lanes);
-}
 
 // to[j] = from[j * stride] * scale
 template <class T>

@@ -60,6 +60,10 @@ struct TileMask {
     }
     return m;
   }
+  void show_all(int rows, int keys) {
+    test_bytes = false;
+    for (int r = 0; r < kMaxRows; ++r) lo[r] = T(0), hi[r] = T(r < rows ? keys : 0);
+  }
   bool visible_pair(int j, int r) const {
     return lo[r] <= T(j) && T(j) < hi[r] && (!test_bytes || byte[j * kMaxRows + r]);
   }

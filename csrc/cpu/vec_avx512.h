@@ -233,6 +233,25 @@ MHA_INLINE void interleave_rows(void* pairs, const bf16* row, const bf16* next) 
   _mm512_storeu_si512(static_cast<char*>(pairs) + 64, _mm512_permutex2var_epi16(a, high, b));
 }
 MHA_INLINE void store(void* p, VecPair a) { _mm512_storeu_si512(p, a.v); }
+MHA_INLINE void store_n(void* p, VecPair a, int n) { _mm512_mask_storeu_epi32(p, lanes16(n), a.v); }
+
+// The planes of x, to be rounded to bf16 where they are stored. What is not finite leaves nothing for the others.
+template <int N>
+MHA_INLINE void split(VecF x, VecF* plane) {
+  for (int i = 0; i + 1 < N; ++i) {
+    plane[i] = widen_bf16(narrow_bf16(x));
+    const VecMask<float> finite = less(abs(x), set1(std::numeric_limits<float>::infinity()));
+    x.v = _mm512_maskz_sub_ps(finite.m, x.v, plane[i].v);
+  }
+  plane[N - 1] = x;
+}
+template <int N>
+MHA_INLINE void interleave_planes(VecF even, VecF odd, VecPair* plane) {
+  VecF a[N], b[N];
+  split<N>(even, a);
+  split<N>(odd, b);
+  for (int i = 0; i < N; ++i) plane[i] = interleave_bf16(a[i], b[i]);
+}
 #endif
 
 MHA_ISA_END

@@ -17,7 +17,8 @@ struct Case {
   bool intervals = false, documents = false;
   double scale = 0.3, softcap = 0, dropout = -1;
   bool weights = false;
-  double values = 1;  // what the values are multiplied by
+  double values = 1;      // what the values are multiplied by
+  bool infinite = false;  // a key whose score is -inf for all, and infinite values
 };
 
 struct Inputs {
@@ -58,6 +59,16 @@ void make_mask(const Case& c, Random& random, Inputs& in) {
   }
 }
 
+void add_infinities(const Case& c, Inputs& in) {
+  naive::for_each(naive::Array4(c.B, c.H, c.Sq, 1),
+                  [&](int64_t b, int64_t h, int64_t i, int64_t) { in.q.set(b, h, i, 1, 0.25 + double(i % 3)); });
+  naive::for_each(naive::Array4(c.B, c.Hk, 1, 1), [&](int64_t b, int64_t h, int64_t, int64_t) {
+    in.k.set(b, h, 5, 1, -kInf);
+    in.v.set(b, h, 3, 2, kInf);
+    in.v.set(b, h, c.Sk - 2, 4, -kInf);
+  });
+}
+
 // NaN and infinity in the keys and values that no query sees, and in the bias of hidden pairs.
 void poison_hidden(const Case& c, Inputs& in) {
   naive::Array4 seen(c.B, c.Hk, c.Sk, 1);
@@ -93,6 +104,7 @@ void make_inputs(const Case& c, DType t, uint64_t seed, Inputs& in) {
     p.bias = in.bias.t;
   }
   make_mask(c, random, in);
+  if (c.infinite) add_infinities(c, in);
   poison_hidden(c, in);
 }
 
@@ -197,6 +209,8 @@ std::vector<Case> cases() {
   for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.Sk = 131, .dropout = dropout, .weights = true});
   for (const double scale : {0.0, -0.5, 3.0}) all.push_back({.scale = scale});
   all.push_back({.scale = 2, .softcap = 1.5});
+  for (const int64_t shift : {0, 30, 200}) all.push_back({.Sq = 90, .Sk = 90, .band_hi = shift, .infinite = true});
+  all.push_back({.H = 4, .Sq = 20, .Sk = 70, .D = 40, .softcap = 3, .infinite = true});
   // Denormal in float and bf16. The instructions for bf16 take such for 0, which is off by less than the least normal.
   all.push_back({.Sq = 70, .D = 32, .Dv = 32, .values = 0x1p-128});
   for (int d = 0; d < 6; ++d)
