@@ -1,8 +1,9 @@
-"""What the compiler made of the kernels for compute capability 9.0, read with a disassembler where there is one."""
+"""What the compiler made of the kernels: read with a disassembler where there is one, and counted in simulation."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+
+import mha_ext
 
 pytestmark = pytest.mark.cuda
 
@@ -37,3 +41,21 @@ def test_the_kernels_use_wgmma_and_no_local_memory():
         name = kernel.split(maxsplit=1)[0]
         assert "_sm90" in name and ("HGMMA" in kernel or "round" in name), name
         assert not re.search(r"\b(LDL|STL)\b", kernel), f"{name} keeps something in local memory"
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "repeatable"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_stores_are_whole_and_nothing_conflicts_in_shared_memory(head_dim, deterministic, tmp_path, monkeypatch):
+    """The compiler may take a 16-byte store apart, and then each piece touches as many sectors as the whole."""
+    if "libptxsim" not in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("only the simulated device counts")
+    q, k, v, dout = (torch.randn(1, 2, 256, head_dim).bfloat16().cuda().requires_grad_(i < 3) for i in range(4))
+    path = tmp_path / "launches.json"
+    monkeypatch.setenv("PTXSIM_STATS", str(path))
+    torch.autograd.grad(mha_ext.attention(q, k, v, deterministic=deterministic), (q, k, v), dout)
+    torch.cuda.synchronize()
+    launches = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sum(launch["mma_flops"] > 0 for launch in launches) >= 2
+    for launch in launches:
+        assert launch["shared_wavefronts"] <= 1.01 * launch["shared_wavefronts_ideal"], launch["kernel"]
+        assert launch["global_store_bytes"] > 0.8 * 32 * launch["global_store_sectors"], launch["kernel"]

@@ -294,7 +294,7 @@ __device__ inline void store_rows(const float (&c)[kMt][kOt][4], float factor, c
     T* to = const_cast<T*>(m.data) + row * m.stride + column + chunk * 8;
     const uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
     if (left == 8 && aligned) {
-      *reinterpret_cast<uint4*>(to) = v;
+      store_global_16(to, v);
     } else {
       const uint32_t word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
