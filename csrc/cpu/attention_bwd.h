@@ -367,9 +367,11 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
     });
   };
   for_each_bias_part([](T* part, int64_t, int64_t n) { std::fill_n(part, n, T(0)); });
-  for_each_task(threads, plan.units(), [&](int64_t n, int thread) {
+  auto run_unit = [&](int64_t n, int thread) {
     BackwardWorker<Unit, Degree>(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
-  });
+  };
+  // Under a causal mask the first keys are seen by the most queries.
+  for_each_task(threads, plan.units(), run_unit, plan.chunks > 1 ? Share::dealt : Share::runs);
   if (plan.chunks > 1) sum_parts(threads, p.dq, p.dtype, p.B, p.H, p.Sq, p.D, parts.dq, plan.chunks);
   if (plan.splits > 1) {
     sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, parts.dk, plan.splits);

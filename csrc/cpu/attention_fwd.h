@@ -94,6 +94,18 @@ struct ForwardBlock {
     return rows_operand(k, kv.type, p.k.stride[2], keys, int(p.D), s.k);
   }
 
+  // Few rows read each key and value once: where they are halves of Unit, they are widened on the way, not copied.
+  // Calls f(typed pointer) then, and returns whether it did.
+  template <class F>
+  bool as_halves(const void* rows, F f) const {
+    if constexpr (std::is_same_v<Unit, float>) {
+      if (!few || s.whole_head) return false;
+      if (kv.type == DType::f16) return f(static_cast<const f16*>(rows)), true;
+      if (kv.type == DType::bf16) return f(static_cast<const bf16*>(rows)), true;
+    }
+    return false;
+  }
+
   Side value_side() const { return few ? Side::b : Side::a; }
 
   Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
@@ -135,16 +147,11 @@ struct ForwardBlock {
   }
 
   void multiply_scores(int64_t first_key, int keys) {
-    const Broadcast<Unit> key = key_operand(first_key, keys);
     const int D = int(p.D), n = units<Unit>(D);
     if constexpr (!kPlanar) {
-      if (few) {
-        const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
-        const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
-                                {static_cast<const char*>(kv.key(first_key)) + keys * k_stride, k_stride, p.D * size}};
-        return few_scores(key, keys, n, s.q, few_ld<Unit>(D), s.block->rows, s.score, ahead);
-      }
+      if (few) return multiply_few(first_key, keys, n);
     }
+    const Broadcast<Unit> key = key_operand(first_key, keys);
     gemm<Unit>(keys, lanes, n, key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows, Start::zero, nullptr,
                {key.plane, n * kMaxRows});
     if constexpr (kPlanar) {
@@ -155,6 +162,19 @@ struct ForwardBlock {
           s.score, [&](int j) { return element(k, kv.type, j * p.k.stride[2]); }, keys, [&](int r) { return query(r); },
           s.block->rows, kv.type, p.dtype, D);
     }
+  }
+
+  void multiply_few(int64_t first_key, int keys, int n) {
+    const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
+    const void* k = kv.key(first_key);
+    const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
+                            {static_cast<const char*>(k) + keys * k_stride, k_stride, p.D * size}};
+    auto multiply = [&](const auto* key, int64_t stride) {
+      few_scores(key, stride, keys, n, s.q, few_ld<Unit>(int(p.D)), s.block->rows, s.score, ahead);
+    };
+    if (as_halves(k, [&](const auto* key) { multiply(key, p.k.stride[2]); })) return;
+    const Broadcast<Unit> key = key_operand(first_key, keys);
+    multiply(key.a, key.am);
   }
 
   // Scores of a tile, hidden ones -inf.
@@ -192,15 +212,22 @@ struct ForwardBlock {
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
     const void* v = kv.value(first_key);
     FiniteRows<Unit> finite;
-    const Broadcast<Unit> value = finite_values(v, keys, kind) ? value_operand(v, first_key, keys)
-                                                               : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv),
-                                                                             s.finite_v, value_side());
+    const bool clean = finite_values(v, keys, kind);
     const Unit* weight = lanes_operand<Unit>(s.score, keys, lanes, s.weight);
+    auto add_few = [&](const auto* rows, int64_t stride) {
+      gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, rows, stride, s.out, p.Dv,
+                 first ? Start::zero : Start::add);
+    };
+    if constexpr (!kPlanar) {
+      if (few && moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
+      if (clean && as_halves(v, [&](const auto* rows) { add_few(rows, p.v.stride[2]); })) return true;
+    }
+    const Broadcast<Unit> value =
+        clean ? value_operand(v, first_key, keys)
+              : finite.take(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.finite_v, value_side());
     if constexpr (!kPlanar) {
       if (few) {
-        if (moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
-        gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, value.a, value.ak, s.out, p.Dv,
-                   first ? Start::zero : Start::add);
+        add_few(value.a, value.ak);
         finite.add_keys_by_row(s.out, s.score, *s.mask, s.block->rows);
         return true;
       }
@@ -385,8 +412,10 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
     ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
   }
   // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
+  // Where there are fewer than threads, these share lists, whose blocks a causal mask makes unequal.
   const int64_t run = sizes.whole_head && plan.lists >= 16 * threads.count ? plan.blocks_per_list : 1;
-  for_each_task(threads, plan.tasks / run, [&](int64_t task, int thread) {
+  const Share share = plan.lists < threads.count ? Share::dealt : Share::runs;
+  auto visit_blocks = [&](int64_t task, int thread) {
     ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
     for (int64_t n = task * run; n < (task + 1) * run; ++n) {
       const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
@@ -396,7 +425,8 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
                       int(min64(plan.block_rows, plan.rows_per_list - first)), 0, p.Sk);
       block.finish(block.visit_keys(0, p.Sk));
     }
-  });
+  };
+  for_each_task(threads, plan.tasks / run, visit_blocks, share);
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter

@@ -37,8 +37,8 @@ MHA_INLINE Vec<T> reduce_block(Vec<T>* x) {
 }
 
 // Four queries against kKeys keys: sum[4 * key + query], to be added up over the lanes.
-template <class Unit, int kKeys>
-MHA_INLINE void dot_step(const Unit* const* key, const Unit* q, int64_t ld, int n,
+template <class Unit, int kKeys, class Key>
+MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n,
                          Vec<typename Product<Unit>::Acc>* sum) {
   using P = Product<Unit>;
   constexpr int L = Vec<typename P::Acc>::lanes;
@@ -70,16 +70,16 @@ struct Ahead {
   }
 };
 
-// score[j][r] = sum_d key[j][d] * q[r][d], n units long.
-template <class Unit, class T>
-inline void few_scores(const Broadcast<Unit>& key, int keys, int n, const Unit* q, int64_t ld, int rows, T* score,
+// score[j][r] = sum_d key[j][d] * q[r][d], n units long. Keys are units, or what loads as a vector of them.
+template <class Unit, class Key, class T>
+inline void few_scores(const Key* key, int64_t stride, int keys, int n, const Unit* q, int64_t ld, int rows, T* score,
                        const Ahead (&ahead)[2]) {
   constexpr int L = Vec<T>::lanes, kKeys = L > 4 ? L / 4 : 1;
   for (int j = 0; j < keys; j += kKeys) {
-    const Unit* row[kKeys];
+    const Key* row[kKeys];
     for (int i = 0; i < kKeys && j + i < keys; ++i)
       for (const Ahead& a : ahead) a.fetch(j + i);
-    for (int i = 0; i < kKeys; ++i) row[i] = key.a + std::min(j + i, keys - 1) * key.am;
+    for (int i = 0; i < kKeys; ++i) row[i] = key + std::min(j + i, keys - 1) * stride;
     for (int r = 0; r < rows; r += 4) {
       Vec<T> sum[4 * kKeys];
       dot_step<Unit, kKeys>(row, q + r * ld, ld, n, sum);

@@ -1,7 +1,8 @@
 // The one matrix product: C[m][n] (+)= sum_k A(m,k) * B[k][n]. Elements of A are read one by one through two strides
 // and broadcast, so that A is used as it lies in memory, transposed or not; rows of B and C are contiguous in n.
 //
-// Unit is float, double, or Pairs: two bf16 neighbours in k, multiplied and added to a float in one step.
+// Unit is float, double, or Pairs: two bf16 neighbours in k, multiplied and added to a float in one step. B holds
+// Units, or what loads as a vector of them: half types for float.
 #pragma once
 
 #include "tiles.h"
@@ -30,8 +31,14 @@ struct Product {
   using Acc = Unit;
   using Operand = Vec<Unit>;
   static MHA_INLINE Operand broadcast(const Unit* a) { return set1(*a); }
-  static MHA_INLINE Operand load_b(const Unit* b) { return load(b); }
-  static MHA_INLINE Operand load_b(const Unit* b, int n) { return load_n(b, n); }
+  template <class B>
+  static MHA_INLINE Operand load_b(const B* b) {
+    return load(b);
+  }
+  template <class B>
+  static MHA_INLINE Operand load_b(const B* b, int n) {
+    return load_n(b, n);
+  }
   static MHA_INLINE Vec<Acc> step(Operand a, Operand b, Vec<Acc> c) { return fma(a, b, c); }
 };
 
@@ -58,13 +65,13 @@ struct PlaneStrides {
   int64_t a = 0, b = 0;
 };
 
-template <class Unit>
+template <class Unit, class B = Unit>
 struct GemmArgs {
   using Acc = typename Product<Unit>::Acc;
   int K;
   const Unit* a;
   int64_t am, ak;
-  const Unit* b;
+  const B* b;
   int64_t ldb;
   Acc* c;
   int64_t ldc;
@@ -91,8 +98,8 @@ MHA_INLINE void repeat(F f) {
 }
 
 // One register tile at (m, n). Tail > 0: the only vector has that many lanes.
-template <class Unit, int Rows, int Vecs, bool HasTail>
-inline void gemm_tile(const GemmArgs<Unit>& g, int m, int n, int tail) {
+template <int Rows, int Vecs, bool HasTail, class Unit, class B>
+inline void gemm_tile(const GemmArgs<Unit, B>& g, int m, int n, int tail) {
   using P = Product<Unit>;
   using Acc = typename P::Acc;
   constexpr int L = Vec<Acc>::lanes;
@@ -112,7 +119,7 @@ inline void gemm_tile(const GemmArgs<Unit>& g, int m, int n, int tail) {
     }
   }
   const Unit* a = g.a + m * am;
-  const Unit* b = g.b + n;
+  const B* b = g.b + n;
   for (int k = 0; k < K; ++k, a += ak, b += ldb) {
     typename P::Operand operand[Vecs];
     repeat<Vecs>([&](int v) MHA_INLINE_LAMBDA { operand[v] = HasTail ? P::load_b(b, tail) : P::load_b(b + v * L); });
@@ -130,23 +137,23 @@ inline void gemm_tile(const GemmArgs<Unit>& g, int m, int n, int tail) {
   });
 }
 
-template <class Unit, int Vecs, bool HasTail>
-inline void gemm_columns(const GemmArgs<Unit>& g, int M, int n, int tail) {
+template <int Vecs, bool HasTail, class Unit, class B>
+inline void gemm_columns(const GemmArgs<Unit, B>& g, int M, int n, int tail) {
   constexpr int Rows = Vecs == kTileVecs ? kTileRows : 8;
   int m = 0;
-  for (; m + Rows <= M; m += Rows) gemm_tile<Unit, Rows, Vecs, HasTail>(g, m, n, tail);
-  for (; m + 4 <= M; m += 4) gemm_tile<Unit, 4, Vecs, HasTail>(g, m, n, tail);
-  for (; m + 2 <= M; m += 2) gemm_tile<Unit, 2, Vecs, HasTail>(g, m, n, tail);
-  for (; m < M; ++m) gemm_tile<Unit, 1, Vecs, HasTail>(g, m, n, tail);
+  for (; m + Rows <= M; m += Rows) gemm_tile<Rows, Vecs, HasTail>(g, m, n, tail);
+  for (; m + 4 <= M; m += 4) gemm_tile<4, Vecs, HasTail>(g, m, n, tail);
+  for (; m + 2 <= M; m += 2) gemm_tile<2, Vecs, HasTail>(g, m, n, tail);
+  for (; m < M; ++m) gemm_tile<1, Vecs, HasTail>(g, m, n, tail);
 }
 
 // All strides are in elements of the pointer they belong to. scale[n] is read only with Start::scale.
-template <class Unit>
-inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, const Unit* b, int64_t ldb,
+template <class Unit, class B = Unit>
+inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, const B* b, int64_t ldb,
                  typename Product<Unit>::Acc* c, int64_t ldc, Start start,
                  const typename Product<Unit>::Acc* scale = nullptr, PlaneStrides plane = {}) {
   constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
-  GemmArgs<Unit> g{K, a, am, ak, b, ldb, c, ldc, start, scale, plane};
+  GemmArgs<Unit, B> g{K, a, am, ak, b, ldb, c, ldc, start, scale, plane};
 #ifdef MHA_HAS_AMX
   if constexpr (kPlanes<Unit> > 1) return gemm_amx(g, M, N);
   if constexpr (kPairs<Unit>) {
@@ -154,12 +161,12 @@ inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, con
   }
 #endif
   int n = 0;
-  for (; n + kTileVecs * L <= N; n += kTileVecs * L) gemm_columns<Unit, kTileVecs, false>(g, M, n, 0);
+  for (; n + kTileVecs * L <= N; n += kTileVecs * L) gemm_columns<kTileVecs, false>(g, M, n, 0);
   if constexpr (kTileVecs > 2) {
-    for (; n + 2 * L <= N; n += 2 * L) gemm_columns<Unit, 2, false>(g, M, n, 0);
+    for (; n + 2 * L <= N; n += 2 * L) gemm_columns<2, false>(g, M, n, 0);
   }
-  for (; n + L <= N; n += L) gemm_columns<Unit, 1, false>(g, M, n, 0);
-  if (n < N) gemm_columns<Unit, 1, true>(g, M, n, N - n);
+  for (; n + L <= N; n += L) gemm_columns<1, false>(g, M, n, 0);
+  if (n < N) gemm_columns<1, true>(g, M, n, N - n);
 }
 
 MHA_ISA_END

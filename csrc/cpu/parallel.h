@@ -3,11 +3,15 @@
 
 MHA_ISA_BEGIN
 
-// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread. Thread t begins with the t-th
-// of equal runs, so that calls of one shape after another find in its caches what it worked on before, and neighbours
-// stay together; who is done helps with the runs of others.
+// What a thread begins with: the t-th of equal runs, so that neighbours stay together; or tasks dealt out in turn,
+// which is fairer where few tasks get cheaper from first to last.
+enum class Share { runs, dealt };
+
+// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread. Each thread begins with tasks
+// of its own, the same for calls of one shape, so that it finds in its caches what it worked on before; who is done
+// helps the others.
 template <class F>
-void for_each_task(const Threads& threads, int64_t tasks, F f) {
+void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Share::runs) {
   struct alignas(64) Run {
     std::atomic<int64_t> next;
     int64_t end;
@@ -15,18 +19,20 @@ void for_each_task(const Threads& threads, int64_t tasks, F f) {
   constexpr int kMostRuns = 64;
   struct Shared {
     F& f;
-    int runs;
+    int runs, step;  // a run takes every step-th task
     Run run[kMostRuns];
-  } shared{f, int(min64(min64(threads.count, tasks), kMostRuns)), {}};
+  } shared{f, int(min64(min64(threads.count, tasks), kMostRuns)), 1, {}};
+  const bool dealt = share == Share::dealt;
+  if (dealt) shared.step = shared.runs;
   for (int i = 0; i < shared.runs; ++i) {
-    shared.run[i].next.store(tasks * i / shared.runs, std::memory_order_relaxed);
-    shared.run[i].end = tasks * (i + 1) / shared.runs;
+    shared.run[i].next.store(dealt ? i : tasks * i / shared.runs, std::memory_order_relaxed);
+    shared.run[i].end = dealt ? tasks : tasks * (i + 1) / shared.runs;
   }
   auto body = [](void* context, int thread) {
     Shared& s = *static_cast<Shared*>(context);
     for (int i = 0; i < s.runs; ++i) {
       Run& run = s.run[(thread + i) % s.runs];
-      for (int64_t task; (task = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) s.f(task, thread);
+      for (int64_t task; (task = run.next.fetch_add(s.step, std::memory_order_relaxed)) < run.end;) s.f(task, thread);
     }
   };
   const int count = int(min64(threads.count, tasks));
