@@ -1,8 +1,11 @@
 // What a warpgroup of attention_bwd_sm90 does with one tile of queries that lies in shared memory.
 #pragma once
 #include "attention_bwd_scores_sm80.cuh"
-#include "attention_fwd_sm90.cuh"
+#include "attention_fwd_tile_sm90.cuh"
+#include "prim/mbarrier.cuh"
 #include "prim/stmatrix.cuh"
+#include "prim/warpgroup.cuh"
+#include "tensor_map.h"
 
 namespace mha::cuda {
 

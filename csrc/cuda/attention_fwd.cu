@@ -6,6 +6,7 @@
 #include <span>
 
 #include "attention_combine.cuh"
+#include "attention_fwd_plan.h"
 #include "inst/instances.h"
 
 namespace mha::cuda {
@@ -32,13 +33,6 @@ const Instance<AttentionForwardLaunch>* find(std::span<const Instance<AttentionF
     if (instance.dtype == p.dtype && p.D <= instance.head && p.Dv <= instance.value_head && (instance.general || plain))
       return &instance;
   return nullptr;
-}
-
-int multiprocessors() {
-  int device = 0, count = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
 }
 
 void set_alignment(AttentionForwardLaunch& p) {
@@ -77,8 +71,8 @@ bool heads_as_rows(AttentionForwardLaunch& p) {
 
 // In how many parts to take the keys: only when the blocks leave more than half of the GPU idle; then as many as fill
 // it, each with at least 256 keys.
-int key_splits(const AttentionForward& p, int block_rows) {
-  const int64_t blocks = p.B * p.H * ((p.Sq + block_rows - 1) / block_rows),
+int key_splits(const AttentionForward& p, int block_rows, int group_bits) {
+  const int64_t blocks = p.B * (p.H >> group_bits) * (((p.Sq << group_bits) + block_rows - 1) / block_rows),
                 wanted = multiprocessors() / std::max<int64_t>(blocks, 1);
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
@@ -90,7 +84,9 @@ void choose_main(Plan& plan, const AttentionForwardLaunch& p) {
   plan.main = plan.not_sm90 ? nullptr : find(kernels_sm90().attention_fwd, p, plain);
   const bool sm90 = plan.main;
   if (!sm90) plan.main = find(k_attention_fwd_sm80, p, plain);
-  if (plan.main) plan.launch.splits = key_splits(p, sm90 || plan.main->head <= 128 ? 128 : 64);
+  if (plan.main)
+    plan.launch.splits =
+        key_splits(p, sm90 || plan.main->head <= 128 ? 128 : 64, sm90 && !plan.main->general ? group_bits(p) : 0);
 }
 
 Plan plan(const AttentionForward& p) {

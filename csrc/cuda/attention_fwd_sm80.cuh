@@ -149,11 +149,24 @@ __device__ inline void weigh_values(float (&o)[C::kMt][C::kOt][4], const float (
   });
 }
 
-// The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
-template <class T, class C, class Tile>
-__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, const Sequence& sequence,
-                                 unsigned h, unsigned split, int block_row, uint32_t staging, unsigned lane) {
-  const int64_t first = p.splits > 1 ? ((split * p.B + sequence.b) * p.H + h) * p.Sq : first_row(p, sequence, h);
+// The rows of a tile: the queries of a head or, side by side, those of a group of 2^bits heads.
+struct RowsOfTile {
+  unsigned h;  // the first head
+  int first;   // the first row
+  int bits = 0;
+
+  __device__ int query(int r) const { return (first + r) >> bits; }
+  __device__ unsigned head(int r) const { return (first + r) & ((1 << bits) - 1); }  // of the group
+};
+
+// The state's rows, normalised, and their logsumexps written; with several splits, both to this split's partial
+// results.
+template <class C>
+__device__ inline void finish_rows(const AttentionForwardLaunch& p, ForwardState<C>& state, const Sequence& sequence,
+                                   const RowsOfTile& rows, unsigned split, unsigned lane) {
+  const int64_t first =
+                    p.splits > 1 ? ((split * p.B + sequence.b) * p.H + rows.h) * p.Sq : first_row(p, sequence, rows.h),
+                head_stride = p.splits > 1 ? p.Sq : p.rows_stride_h;
   float* partial = p.splits > 1 ? p.partial_out + first * C::kHead : nullptr;
   float* lse = (p.splits > 1 ? p.partial_lse : static_cast<float*>(p.lse)) + first;
   float* lse_rest = p.splits > 1 ? p.partial_rest + first
@@ -166,15 +179,16 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       float sum = state.sum[m][half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      int r = 16 * m + 8 * half + lane / 4, row = block_row + r;
+      const int r = 16 * m + 8 * half + lane / 4, query = rows.query(r);
+      const int64_t row = query + (rows.bits ? rows.head(r) * head_stride : 0);
       ExactSum<float> log = logsumexp<C::kGeneral>(-state.negative_max[m][half], sum);
       float factor = sum == 0 ? 0 : p.keep_scale * reciprocal_approx(sum);
       if (p.sinks && p.splits == 1) {  // otherwise it joins when the splits are combined
-        const WithSink<float> all = add_sink(log, static_cast<const float*>(p.sinks)[h]);
+        const WithSink<float> all = add_sink(log, static_cast<const float*>(p.sinks)[rows.h + rows.head(r)]);
         log = all.lse;
         factor *= all.factor;
       }
-      if (lane % 4 == 0 && row < sequence.Sq) {
+      if (lane % 4 == 0 && query < sequence.Sq) {
         lse[row] = log.value;
         if (lse_rest) lse_rest[row] = log.rest;
       }
@@ -182,31 +196,29 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       for (int n = 0; n < C::kOt; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) state.o[m][n][2 * half + e] *= factor;
-      if (!partial) {
-        const uint32_t to = staging + Tile::offset(lane / 4, 0) + lane % 4 * 4;
-        unroll<C::kOt>([&](auto n) {
-          constexpr int kMoved = n & Tile::kSwizzle;  // by exclusive or; the rest of the address is an immediate
-          store_shared_4<(n - kMoved) << 4>((to ^ kMoved << 4) + (16 * m + 8 * half) * Tile::kRowBytes,
-                                            pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
-        });
-      } else if (row < sequence.Sq) {
-        float2* to = reinterpret_cast<float2*>(partial + int64_t(row) * C::kHead) + lane % 4;
+      if (partial && query < sequence.Sq) {
+        float2* to = reinterpret_cast<float2*>(partial + row * C::kHead) + lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kOt; ++n) to[4 * n] = make_float2(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]);
       }
     }
-  if (partial) return;
-  __syncwarp();
-  T* out = const_cast<T*>(query_rows<T>(p.out, sequence, h, p.Dv).data);
+}
+
+// A warp copies its rows, kRows at most, from where it staged them to out.
+template <class T, class Tile, int kRows>
+__device__ inline void copy_rows(const AttentionForwardLaunch& p, const Sequence& sequence, const RowsOfTile& rows,
+                                 uint32_t staging, unsigned lane) {
+  T* out = const_cast<T*>(query_rows<T>(p.out, sequence, rows.h, p.Dv).data);
   constexpr int kRowsPerPass = 32 / Tile::kLanes;
 #pragma unroll 2
-  for (unsigned r = lane / Tile::kLanes; r < C::kRows; r += kRowsPerPass) {
-    if (block_row + r >= sequence.Sq) break;
+  for (unsigned r = lane / Tile::kLanes; r < kRows; r += kRowsPerPass) {
+    if (rows.query(r) >= sequence.Sq) break;
+    T* row = out + rows.query(r) * p.out.stride[2] + (rows.bits ? rows.head(r) * p.out.stride[1] : 0);
 #pragma unroll
     for (int c = 0; c < Tile::kChunksPerLane; ++c) {
       int chunk = lane % Tile::kLanes + c * Tile::kLanes, n = int(p.Dv) - chunk * 8;
       uint4 v = load_shared_16(staging + Tile::offset(r, chunk));
-      T* to = out + (block_row + r) * p.out.stride[2] + chunk * 8;
+      T* to = row + chunk * 8;
       if (n >= 8 && p.aligned_out) {
         store_global_16(to, v);
       } else {
@@ -217,6 +229,27 @@ __device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C
       }
     }
   }
+}
+
+// The state's rows, normalised, to out and lse; or, with several splits, to this split's partial results.
+template <class T, class C, class Tile>
+__device__ inline void write_out(const AttentionForwardLaunch& p, ForwardState<C>& state, const Sequence& sequence,
+                                 unsigned h, unsigned split, int block_row, uint32_t staging, unsigned lane) {
+  const RowsOfTile rows = {h, block_row};
+  finish_rows<C>(p, state, sequence, rows, split, lane);
+  if (p.splits > 1) return;
+  const uint32_t to = staging + Tile::offset(lane / 4, 0) + lane % 4 * 4;
+#pragma unroll
+  for (int m = 0; m < C::kMt; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      unroll<C::kOt>([&](auto n) {
+        constexpr int kMoved = n & Tile::kSwizzle;  // by exclusive or; the rest of the address is an immediate
+        store_shared_4<(n - kMoved) << 4>((to ^ kMoved << 4) + (16 * m + 8 * half) * Tile::kRowBytes,
+                                          pack2<T>(state.o[m][n][2 * half], state.o[m][n][2 * half + 1]));
+      });
+  __syncwarp();
+  copy_rows<T, Tile, C::kRows>(p, sequence, rows, staging, lane);
 }
 
 template <class T, class C>

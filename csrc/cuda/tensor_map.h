@@ -50,21 +50,46 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// Boxes of 64 columns and so many rows, with the 128-byte swizzle. tma_reads(t, size) must hold.
-template <class T>
-CUtensorMap tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int rows) {
-  const cuuint64_t dims[4] = {cuuint64_t(size[3]), cuuint64_t(size[2]), cuuint64_t(size[1]), cuuint64_t(size[0])};
-  cuuint64_t strides[3];
-  for (int i = 0; i < 3; ++i) strides[2 - i] = size[i] == 1 ? 16 : cuuint64_t(t.stride[i]) * 2;
-  const cuuint32_t box[4] = {64, cuuint32_t(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+// Boxes of 2-byte elements with the 128-byte swizzle. Innermost dimension, whose stride is 1, first; strides in bytes.
+template <class T, int kRank>
+CUtensorMap encode_tensor_map(void* data, const cuuint64_t (&dims)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                              const cuuint32_t (&box)[kRank]) {
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
-      &map, std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data,
+      &map, std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, data,
       dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled failed with CUresult " + std::to_string(int(result)));
   return map;
+}
+
+// Where there is one index only, its stride doesn't matter, but must be one.
+inline cuuint64_t stride_bytes(const Tensor4& t, const std::array<int64_t, 4>& size, int i) {
+  return size[i] == 1 ? 16 : cuuint64_t(t.stride[i]) * 2;
+}
+
+// Boxes of 64 columns and so many rows. tma_reads(t, size) must hold.
+template <class T>
+CUtensorMap tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int rows) {
+  const cuuint64_t dims[4] = {cuuint64_t(size[3]), cuuint64_t(size[2]), cuuint64_t(size[1]), cuuint64_t(size[0])},
+                   strides[3] = {stride_bytes(t, size, 2), stride_bytes(t, size, 1), stride_bytes(t, size, 0)};
+  const cuuint32_t box[4] = {64, cuuint32_t(rows), 1, 1};
+  return encode_tensor_map<T>(t.data, dims, strides, box);
+}
+
+// The heads of a group (1, or a power of two) beside each other: [heads / group] [queries] [group] rows, of which a box
+// has so many (a power of two).
+template <class T>
+CUtensorMap grouped_tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int group, int rows) {
+  const cuuint64_t head = group == 1 ? 16 : stride_bytes(t, size, 1), groups = stride_bytes(t, size, 1) * group,
+                   dims[5] = {cuuint64_t(size[3]), cuuint64_t(group), cuuint64_t(size[2]), cuuint64_t(size[1] / group),
+                              cuuint64_t(size[0])},
+                   strides[4] = {head, stride_bytes(t, size, 2), groups, stride_bytes(t, size, 0)};
+  const int heads = group < rows ? group : rows;
+  const cuuint32_t box[5] = {64, cuuint32_t(heads), cuuint32_t(rows / heads), 1, 1};
+  return encode_tensor_map<T>(t.data, dims, strides, box);
 }
 
 }  // namespace mha::cuda

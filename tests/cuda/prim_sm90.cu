@@ -144,6 +144,27 @@ __global__ void __cluster_dims__(2) __launch_bounds__(128)
   cluster_wait();
 }
 
+// A tile is written by threads, twice: the second time, when the first store has read it. To two heads or, where they
+// lie side by side, to more rows of both.
+__global__ void __launch_bounds__(32)
+    store_twice(const __grid_constant__ CUtensorMap map, const uint32_t* in, int row, bool side_by_side) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t tile = (shared_address(shared) + 1023) & ~1023u;
+  for (int turn = 0; turn < 2; ++turn, in += kTileBytes / 4) {
+    if (threadIdx.x == 0) bulk_wait_read();
+    __syncwarp();
+    for (int i = threadIdx.x; i < kTileBytes / 16; i += 32)
+      store_shared_16(tile + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, reinterpret_cast<const uint4*>(in)[i]);
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      tma_store_5d(&map, tile, 0, 0, side_by_side ? row + turn * kSize / 2 : row, side_by_side ? 0 : turn, 0);
+      bulk_commit();
+    }
+  }
+  if (threadIdx.x == 0) bulk_wait_read();
+}
+
 int failures = 0;
 void expect(bool right, const char* what) {
   std::printf("%s %s\n", right ? "ok  " : "FAIL", what);
@@ -206,6 +227,30 @@ void test_move() {
   }
 }
 
+// Two heads of 100 rows of 40 columns, in rows of 48; what is beside them stays. From row 64 on, 36 are left.
+void test_store(bool side_by_side) {
+  constexpr int kRows = 100, kColumns = 40, kStride = 48;
+  auto *in = static_cast<uint16_t*>(tools::allocate(2 * kTileBytes)),
+       *out = static_cast<uint16_t*>(tools::allocate(2 * kRows * kStride * 2));
+  for (int i = 0; i < kTileBytes; ++i) in[i] = uint16_t(i);
+  for (int row : {0, kSize}) {
+    std::memset(out, 0xFF, 2 * kRows * kStride * 2);
+    const mha::Tensor4 t = {out, {2 * kRows * kStride, kRows * kStride, kStride, 1}};
+    const CUtensorMap map = grouped_tensor_map<bf16>(t, {1, 2, kRows, kColumns}, side_by_side ? 2 : 1, kSize);
+    store_twice<<<1, 32, kTileBytes + 1024>>>(map, reinterpret_cast<uint32_t*>(in), row, side_by_side);
+    check(cudaDeviceSynchronize(), "store_twice");
+    bool right = true;
+    for (int h = 0; h < 2; ++h)
+      for (int i = 0; i < kRows; ++i)
+        for (int j = 0; j < kStride; ++j) {
+          const bool inside = i >= row && i < row + kSize && j < kColumns;
+          const int from = side_by_side ? 2 * (i - row) + h : h * kSize + i - row;
+          right &= out[(h * kRows + i) * kStride + j] == (inside ? in[from * kSize + j] : uint16_t(0xFFFF));
+        }
+    expect(right, side_by_side ? "TMA from shared memory to two heads at once" : "TMA from shared memory, clipped");
+  }
+}
+
 void test_share() {
   const mha::Tensor4 a = tools::tensor(mha::DType::bf16, 1, 1, kSize, kSize, false, 0, 1);
   auto* out = static_cast<uint32_t*>(tools::allocate(2 * kTileBytes));
@@ -229,6 +274,8 @@ int main() {
   test_product<Product::both_columns, 16>("wgmma, columns of both, 128 of B");
   test_turns();
   test_move();
+  test_store(false);
+  test_store(true);
   test_share();
   return failures != 0;
 }

@@ -1,5 +1,5 @@
-// Copies of boxes of a tensor to shared memory by the tensor memory accelerator (compute capability 9.0 and later).
-// What lies outside of the tensor arrives as zeros.
+// Copies of boxes of a tensor to and from shared memory by the tensor memory accelerator (compute capability 9.0 and
+// later). What lies outside of the tensor arrives as zeros, and is not written.
 #pragma once
 #include <cuda.h>
 
@@ -26,6 +26,27 @@ __device__ inline void tma_load_4d_multicast(uint32_t to, const CUtensorMap* map
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
+
+__device__ inline void tma_load_5d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                   int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// The box at (c0, c1, c2, c3, c4) of the tensor is written from shared memory, whose ordinary writes a
+// fence_async_proxy() must follow.
+__device__ inline void tma_store_5d(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
+// Stores of a thread form groups. It waits until all of its groups have read shared memory.
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // bytes (a multiple of 16) from global memory, both sides at multiples of 16; they arrive at the mbarrier.
 __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {

@@ -19,6 +19,12 @@ __device__ inline void named_barrier(int id) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
+// Counts there, without waiting for the others.
+template <int kThreads>
+__device__ inline void named_barrier_arrive(int id) {
+  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
 template <int kThreads>
 __device__ inline bool named_barrier_or(int id, bool x) {
   int any;
