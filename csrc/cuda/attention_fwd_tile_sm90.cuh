@@ -16,7 +16,7 @@ struct ForwardSm90 {
   // General kernels have fewer registers left.
   static constexpr int kBlockN = (kValueHead <= 128 ? 128 : 64) / (kGeneral ? 2 : 1);
   static constexpr int kNt = kBlockN / 8, kOt = kValueHead / 8;
-  static constexpr int kCount = kNt < 8 ? 1 : 4;  // tiles of scores that are masked at once, by general kernels
+  static constexpr int kCount = kNt < 8 ? 1 : 2;  // tiles of scores that are masked at once, by general kernels
   static constexpr int kStages = 2;
   static constexpr int kColumns = kHead / 64, kValueColumns = kValueHead / 64;  // boxes of 64 columns side by side
   static constexpr int kQueryBytes = kBlockM * kHead * 2, kKeyBytes = kBlockN * kHead * 2,
@@ -136,7 +136,10 @@ __device__ inline float (&eight(float (&s)[kNt][4], int first))[1][8][4] {
 template <int kCount, int kNt, class F>
 __device__ inline void for_each(float (&s)[kNt][4], FragmentPlace at, F f) {
 #pragma unroll
-  for (int n = 0; n < kNt; n += kCount, at.key += 8 * kCount) f(at, tiles<kCount>(s, n));
+  for (int n = 0; n < kNt; n += kCount, at.key += 8 * kCount) {
+    f(at, tiles<kCount>(s, n));
+    __syncwarp();  // the compiler would load for all of them at once
+  }
 }
 
 // Adds what take_specials took out of a value tile.
