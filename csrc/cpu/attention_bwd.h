@@ -178,7 +178,7 @@ class BackwardWorker {
     const QueryOperands<Unit>& q = s_.operands[n];
     const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
     gemm<Unit>(keys, lanes, units<Unit>(D), k.k.a, k.k.am, k.k.ak, q.q_lanes, kMaxRows, s_.tile.s, kMaxRows,
-               Start::zero, nullptr, {k.k.plane, q_plane()});
+               Start::zero, nullptr, {k.k.plane, q_plane(), true});
     gemm<Unit>(keys, lanes, units<Unit>(Dv), k.v.a, k.v.am, k.v.ak, q.dout_lanes, kMaxRows, s_.tile.dp, kMaxRows,
                Start::zero, nullptr, {k.v.plane, dout_plane()});
     if constexpr (kPlanes<Unit> > 1) {

@@ -153,7 +153,7 @@ struct ForwardBlock {
     }
     const Broadcast<Unit> key = key_operand(first_key, keys);
     gemm<Unit>(keys, lanes, n, key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows, Start::zero, nullptr,
-               {key.plane, n * kMaxRows});
+               {key.plane, n * kMaxRows, true});  // an error here is multiplied by the scale, in lse as it is
     if constexpr (kPlanar) {
       const void* k = kv.key(first_key);
       const bool finite_k = (s.whole_head && s.packed->finite_k) || all_finite<T>(k, kv.type, p.k.stride[2], keys, D);
@@ -208,12 +208,14 @@ struct ForwardBlock {
   bool visit(int64_t first_key, int keys, bool first) {
     const TileKind kind = compute_scores(first_key, keys);
     if (kind == TileKind::none) return false;
-    const bool moved = softmax(keys);
-    if (p.dropout.rng_state) apply_dropout(first_key, keys);
     const void* v = kv.value(first_key);
-    FiniteRows<Unit> finite;
     const bool clean = finite_values(v, keys, kind);
-    const Unit* weight = lanes_operand<Unit>(s.score, keys, lanes, s.weight);
+    // Where nobody else asks for the weights, they go straight into the operand of the product.
+    const bool direct = kPairs<Unit> && !few && clean && !p.dropout.rng_state;
+    const bool moved = softmax(keys, direct);
+    if (p.dropout.rng_state) apply_dropout(first_key, keys);
+    FiniteRows<Unit> finite;
+    const Unit* weight = direct ? s.weight : lanes_operand<Unit>(s.score, keys, lanes, s.weight);
     auto add_few = [&](const auto* rows, int64_t stride) {
       gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, rows, stride, s.out, p.Dv,
                  first ? Start::zero : Start::add);
@@ -239,24 +241,39 @@ struct ForwardBlock {
     return true;
   }
 
-  // Scores to unnormalised weights, in place. Returns whether some lane's maximum moved, so that rescale matters.
-  bool softmax(int keys) {
+  // Scores to unnormalised weights, in place, or directly to what lanes_operand makes of them. Returns whether some
+  // lane's maximum moved, so that rescale matters.
+  bool softmax(int keys, [[maybe_unused]] bool direct) {
     bool moved = false;
     const V exponent = set1(rule.exponent), lowest = set1(-kInf);
     for (int r = 0; r < lanes; r += L) {
-      V old_max = load(s.row_max + r), top = old_max;
-      for (int j = 0; j < keys; ++j) top = max(load(s.score + j * kMaxRows + r), top);
+      T* const score = s.score + r;
+      const V old_max = load(s.row_max + r);
+      V tops[4] = {old_max, lowest, lowest, lowest};  // that many, as each waits for itself
+      int n = 0;
+      for (; n + 4 <= keys; n += 4) {
+        repeat<4>([&](int i) MHA_INLINE_LAMBDA { tops[i] = max(load(score + (n + i) * kMaxRows), tops[i]); });
+      }
+      for (; n < keys; ++n) tops[0] = max(load(score + n * kMaxRows), tops[0]);
+      const V top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
       // A lane that has seen nothing keeps -inf; subtracting 0 then gives weights of 0, not NaN.
       V base = select(equal(top, lowest), set1(T(0)), top);
       V factor = exp2<Degree>((old_max - base) * exponent);
       moved |= !all(equal(old_max, top));
       V sum = set1(T(0));
-      for (int j = 0; j < keys; ++j) {
-        T* x = s.score + j * kMaxRows + r;
-        V weight = exp2<Degree>((load(x) - base) * exponent);
+      auto weight_of = [&](int j) MHA_INLINE_LAMBDA {
+        const V weight = exp2<Degree>((load(score + j * kMaxRows) - base) * exponent);
         sum = sum + weight;
-        store(x, weight);
+        return weight;
+      };
+      int j = 0;
+      if constexpr (kPairs<Unit>) {
+        for (Unit* to = s.weight + r; direct && j < keys; j += 2, to += kMaxRows) {
+          const V even = weight_of(j), odd = j + 1 < keys ? weight_of(j + 1) : set1(T(0));
+          store_lanes_pair(to, even, odd);
+        }
       }
+      for (; j < keys; ++j) store(score + j * kMaxRows, weight_of(j));
       store(s.row_max + r, top);
       store(s.row_sum + r, fma(load(s.row_sum + r), factor, sum));
       store(s.rescale + r, factor);

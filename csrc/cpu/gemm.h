@@ -60,9 +60,11 @@ struct Product<Pairs<N>> {
 
 enum class Start { zero, add, scale };  // C begins as 0, as it is, or as C[m][n] * scale[n]
 
-// Units from one plane of A, and of B, to the next.
+// Units from one plane of A, and of B, to the next; and whether all products of planes are made, or only those that are
+// not smaller than the last plane's rounding.
 struct PlaneStrides {
   int64_t a = 0, b = 0;
+  bool all = false;
 };
 
 template <class Unit, class B = Unit>

@@ -61,8 +61,8 @@ MHA_INLINE void store_part(float* dst, int64_t ld, int rows, int cols, AmxPad& p
 // C's tiles are 0 to 3, two loads of A (4, 5) and two of B (6, 7) make four products. rows and cols are what is left of
 // C from (m, n) on: more than 16 with two tiles down (Down == 2) and across.
 //
-// Of products of planes, those are made whose planes' numbers add up to less than Planes, the smallest first: what the
-// others would add is below the last plane's rounding.
+// Products of planes are made from the smallest on; unless all are asked for, those whose planes' numbers add up to
+// less than Planes.
 template <int Planes, int Down, int Across>
 inline void amx_block(const GemmArgs<Pairs<Planes>>& g, int m, int n, int rows, int cols) {
   AmxPad pad;
@@ -91,8 +91,10 @@ inline void amx_block(const GemmArgs<Pairs<Planes>>& g, int m, int n, int rows, 
       }
     }
   };
-  for (int both = Planes - 1; both >= 0; --both) {
-    for (int a_plane = 0; a_plane <= both; ++a_plane) add_product(a_plane, both - a_plane);
+  constexpr int kLast = Planes - 1;
+  for (int both = g.plane.all ? 2 * kLast : kLast; both >= 0; --both) {
+    for (int a_plane = std::max(0, both - kLast); a_plane <= std::min(both, kLast); ++a_plane)
+      add_product(a_plane, both - a_plane);
   }
   for_each_tile([&]<int Tile>(float* at, int down, int across) { store_part<Tile>(at, g.ldc, down, across, pad); });
 }

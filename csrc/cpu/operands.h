@@ -221,17 +221,24 @@ inline void transposed_operand(Unit* dst, int64_t ld, const void* src, DType typ
 template <class Unit>
 constexpr int64_t kLanesPlane = kMaxKeys / kUnitK<Unit> * kMaxRows;
 
+#ifdef MHA_HAS_BF16_DOT
+template <int N>
+MHA_INLINE void store_lanes_pair(Pairs<N>* dst, VecF even, VecF odd) {
+  VecPair pairs[N];
+  interleave_planes<N>(even, odd, pairs);
+  for (int p = 0; p < N; ++p) store(dst + p * kLanesPlane<Pairs<N>>, pairs[p]);
+}
+#endif
+
 // Computed weights [k][kMaxRows] as a B operand of the same rows: in place, or in planes of pairs along k in scratch.
 template <class Unit, class T>
 inline const Unit* lanes_operand(const T* src, int k, int lanes, Unit* scratch) {
 #ifdef MHA_HAS_BF16_DOT
   if constexpr (kPairs<Unit>) {
-    constexpr int N = kPlanes<Unit>;
     for (int i = 0; i < k; i += 2, src += 2 * kMaxRows) {
-      for (int n = 0; n < lanes; n += 16) {
-        VecPair pairs[N];
-        interleave_planes<N>(load(src + n), i + 1 < k ? load(src + kMaxRows + n) : set1(0.0f), pairs);
-        for (int p = 0; p < N; ++p) store(scratch + p * kLanesPlane<Unit> + i / 2 * kMaxRows + n, pairs[p]);
+      for (int n = 0; n < lanes; n += VecF::lanes) {
+        const VecF odd = i + 1 < k ? load(src + kMaxRows + n) : set1(0.0f);
+        store_lanes_pair(scratch + i / 2 * kMaxRows + n, load(src + n), odd);
       }
     }
     return scratch;

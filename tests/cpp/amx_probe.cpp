@@ -12,10 +12,20 @@
 //
 #include "../../csrc/cpu/gemm.h"
 
-void amx_gemm(const AmxGemm& g) {
+namespace {
+
+template <class Unit>
+void multiply(const AmxGemm& g) {
   using namespace mha::cpu::amx_probe;
   const AmxTiles tiles;
   const Start start = g.scale ? Start::scale : g.add ? Start::add : Start::zero;
-  gemm<Pair>(g.M, g.N, g.K, static_cast<const Pair*>(g.a), g.am, 1, static_cast<const Pair*>(g.b), g.ldb, g.c, g.ldc,
-             start, g.scale);
+  gemm<Unit>(g.M, g.N, g.K, static_cast<const Unit*>(g.a), g.am, 1, static_cast<const Unit*>(g.b), g.ldb, g.c, g.ldc,
+             start, g.scale, {g.M * g.am, g.K * g.ldb, g.all});
+}
+
+}  // namespace
+
+void amx_gemm(const AmxGemm& g) {
+  using namespace mha::cpu::amx_probe;
+  g.planes == 2 ? multiply<Pairs<2>>(g) : multiply<Pair>(g);
 }

@@ -1,4 +1,4 @@
-// gemm.h's product of pairs of bf16 on AMX tiles, for test_amx.
+// gemm.h's product of Pairs of bf16 on AMX tiles, for test_amx.
 #pragma once
 #include <cstdint>
 
@@ -8,6 +8,8 @@ struct AmxGemm {
   const void* b;  // [K][ldb] pairs
   float* c;       // [M][ldc]
   int64_t am, ldb, ldc;
+  int planes;  // of a and b: 1 or 2, one after the other
+  bool all;    // products of planes
   bool add;
   const float* scale;  // [N], or null
 };

@@ -181,6 +181,7 @@ void products() {
   for (int n = 0; n < 300; ++n) {
     auto size = [&] { return int(random.chance(30) ? 16 * (1 + random.below(5)) : 1 + random.below(70)); };
     AmxGemm g{};
+    g.planes = 1;
     g.M = size(), g.N = size(), g.K = size();
     g.am = g.K + random.below(3), g.ldb = g.N + random.below(3), g.ldc = g.N + random.below(3);
     const int start = n % 3;
@@ -220,12 +221,52 @@ void products() {
   }
 }
 
+// Products of fp16 numbers, each the sum of two bf16.
+void products_of_planes() {
+  Random random{6};
+  for (int n = 0; n < 50; ++n) {
+    auto size = [&] { return int(random.chance(30) ? 16 * (1 + random.below(5)) : 1 + random.below(70)); };
+    AmxGemm g{};
+    g.planes = 2, g.all = n % 2, g.M = size(), g.N = size(), g.K = size();
+    g.am = g.K, g.ldb = g.ldc = g.N;
+    auto planes = [&](int64_t rows, int64_t columns, std::vector<double>& numbers) {
+      std::vector<uint16_t> bits(size_t(2 * rows * columns));
+      for (int64_t i = 0; i < rows * columns; ++i) {
+        const double x = naive::decode(naive::encode(random.normal(), naive::kF16), naive::kF16);
+        const uint16_t rounded = naive::encode(x, naive::kBf16);
+        const double rest = x - naive::decode(rounded, naive::kBf16);
+        bits[size_t(i)] = rounded, bits[size_t(rows * columns + i)] = naive::encode(rest, naive::kBf16);
+        check(naive::decode(naive::encode(rest, naive::kBf16), naive::kBf16) == rest, "the rest is a bf16");
+        numbers.push_back(x);
+      }
+      return bits;
+    };
+    std::vector<double> x, y;
+    const std::vector<uint16_t> a = planes(g.M, 2 * g.K, x), b = planes(g.K, 2 * g.N, y);
+    std::vector<float> c(size_t(g.M * g.N));
+    g.a = a.data(), g.b = b.data(), g.c = c.data();
+    amx_gemm(g);
+    double worst = 0;
+    for (int m = 0; m < g.M; ++m)
+      for (int j = 0; j < g.N; ++j) {
+        double sum = 0, terms = 0;
+        for (int k = 0; k < 2 * g.K; ++k) {
+          const double term = x[size_t(m * 2 * g.K + k)] * y[size_t(k / 2 * 2 * g.N + 2 * j + k % 2)];
+          sum += term, terms += std::fabs(term);
+        }
+        worst = std::max(worst, std::fabs(double(c[size_t(m * g.N + j)]) - sum) / terms);
+      }
+    check(worst <= (g.all ? 0 : 0x1p-16) + (4 * g.K / 16 + 20) * 0x1p-24,
+          "product of planes: relative error " + std::to_string(worst));
+  }
+}
+
 // The product of ones, 40 x 40 x 20 pairs, over and over.
 bool product_of_ones() {
   std::vector<uint16_t> ones(40 * 40 * 2, naive::encode(1, naive::kBf16));
   std::vector<float> c(40 * 40);
   AmxGemm g{};
-  g.M = g.N = 40, g.K = 20, g.a = g.b = ones.data(), g.c = c.data(), g.am = 20, g.ldb = g.ldc = 40;
+  g.planes = 1, g.M = g.N = 40, g.K = 20, g.a = g.b = ones.data(), g.c = c.data(), g.am = 20, g.ldb = g.ldc = 40;
   amx_gemm(g);
   for (float x : c) {
     if (x != 40) return false;
@@ -307,6 +348,7 @@ int main() {
   shapes();
   refusals();
   products();
+  products_of_planes();
   configurations();
   return finish();
 }
