@@ -67,12 +67,29 @@ def test_right_and_as_a_head_alone(c):
 
 
 def test_keys_beyond_what_a_cache_holds():
-    """Heads then go through the GPU in sections. What the window doesn't show is NaN."""
-    Sk, seen = 100_000, 384
-    c, x = prepared(cases.Case(1, 3, 3, 300, seen, 8, 8, torch.bfloat16, layout="plain"))
+    """The 16 heads then go through the GPU in three sections. What the window doesn't show is NaN."""
+    H, Sk, seen = 16, 100_000, 256
+    c, x = prepared(cases.Case(1, H, H, 130, seen, 8, 8, torch.bfloat16, layout="plain"))
     mask = masks.Window(60, 0)
-    x.seen = mask.to_dense(1, 3, c.Sq, seen)
-    k, v = torch.full((2, 1, 3, Sk, 8), float("nan"), dtype=c.dtype)
+    x.seen = mask.to_dense(1, H, c.Sq, seen)
+    k, v = torch.full((2, 1, H, Sk, 8), float("nan"), dtype=c.dtype)
     k[:, :, -seen:], v[:, :, -seen:] = x.k.detach(), x.v.detach()
     out, lse = mha_ext.attention(to_cuda(x.q.detach()), k.cuda(), v.cuda(), mask=mask, return_lse=True)
     oracle.check({"out": out.cpu(), "lse": lse.cpu()}, truth(c, x))
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256)])
+def test_later_rows_that_see_earlier_keys(dtype, head_dim):
+    """Warps that share a tile of queries then begin with different keys, of which one holds NaN."""
+    Sk = 256
+    c, x = prepared(cases.Case(1, 1, 1, 128, Sk, head_dim, head_dim, dtype, layout="plain"))
+    begin = torch.tensor([[128] * 64 + [0] * 64])
+    mask = masks.Intervals(begin, torch.full((1, 128), Sk))
+    x.seen = mask.to_dense(1, 1, c.Sq, Sk)
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    poisoned = v.index_fill(2, torch.tensor([5]), float("nan"))
+    on_gpu = masks.Intervals(begin.cuda(), mask.end.cuda())
+    out, lse = mha_ext.attention(q.cuda(), k.cuda(), poisoned.cuda(), mask=on_gpu, return_lse=True)
+    assert out[:, :, 64:].cpu().isnan().all()
+    clean = mha_ext.attention(q.cuda(), k.cuda(), v.cuda(), mask=on_gpu).cpu()
+    oracle.check({"out": torch.cat([out.cpu()[:, :, :64], clean[:, :, 64:]], 2), "lse": lse.cpu()}, truth(c, x))

@@ -146,3 +146,14 @@ def test_several_tiles():
 
     assert gradcheck(f, (q, k, v, bias), fast_mode=True)
     assert gradgradcheck(lambda q, k, v: f(q, k, v, bias.detach()), (q, k, v), fast_mode=True)
+
+
+def test_saved_tensors_may_wait_elsewhere_and_gradients_come_in_batches():
+    q, k, v = inputs()
+    bias = f64(1, 2, 3, 5, seed=3)
+    dout = torch.stack([torch.ones(2, 2, 3, 2), torch.rand(2, 2, 3, 2)]).double()
+    expected = [torch.autograd.grad(mha_ext.attention(q, k, v, bias=bias), (q, k, v, bias), d) for d in dout]
+    with torch.autograd.graph.save_on_cpu():
+        out = mha_ext.attention(q, k, v, bias=bias)
+    for found, *each in zip(torch.autograd.grad(out, (q, k, v, bias), dout, is_grads_batched=True), *expected):
+        torch.testing.assert_close(found, torch.stack(each), rtol=1e-12, atol=1e-12)

@@ -224,6 +224,7 @@ template <class T, class C, class F, class G>
 __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionBackwardLaunch& p, const TileSm90& tile,
                                            int row_block, unsigned consumer, unsigned half, F start_more,
                                            G done_with_tile) {
+  static_assert(!C::kOverlaps || C::kDqNt * 8 == C::kDqColumns);  // start_more is called once
 #pragma unroll
   for (int first = 0; first < C::kDqColumns; first += C::kDqNt * 8) {
     float dq[C::kDqNt][4];

@@ -14,11 +14,14 @@ inline int multiprocessors() {
   return count;
 }
 
-// Few queries leave most of a tile of 128 rows empty. Plain kernels for compute capability 9.0 then take those of the
+constexpr int kGroupedRows = 128;  // of a query tile
+
+// Few queries leave most of a tile empty. Plain kernels for compute capability 9.0 then take those of the
 // 2^bits query heads that share a key/value head side by side, where that makes fewer tiles: returns the bits, or 0.
 inline int group_bits(const AttentionForward& p) {
-  const int64_t group = p.H / p.Hk, tiles_apart = group * ((p.Sq + 127) / 128), tiles = (p.Sq * group + 127) / 128;
-  if (p.q_starts || group > 128 || !std::has_single_bit(uint64_t(group)) || tiles >= tiles_apart) return 0;
+  const int64_t group = p.H / p.Hk, tiles_apart = group * ((p.Sq + kGroupedRows - 1) / kGroupedRows),
+                tiles = (p.Sq * group + kGroupedRows - 1) / kGroupedRows;
+  if (p.q_starts || group > kGroupedRows || !std::has_single_bit(uint64_t(group)) || tiles >= tiles_apart) return 0;
   return std::countr_zero(uint64_t(group));
 }
 

@@ -26,6 +26,13 @@ namespace mha::cuda {
 // Where the tiles begin: at the next multiple of 1024 bytes.
 __device__ inline uint32_t tiles_at(uint32_t shared) { return (shared + 1023) & ~1023u; }
 
+// What was taken out of the tile of values that all consumers look at.
+template <class C>
+struct TileSpecials {
+  int tile;
+  uint16_t elements[C::kBlockN * C::kValueHead / 8];
+};
+
 // A thread of the consumers.
 template <class T, class C>
 struct Consumer {
@@ -51,7 +58,7 @@ struct Consumer {
   const AttentionForwardMaps& maps;
   const ForwardBarriers<C> barriers;
   const uint32_t shared;
-  uint16_t* const specials;
+  TileSpecials<C>* const specials;
   const unsigned group;
   const bool elementwise;
   const Releasing kept;
@@ -65,7 +72,7 @@ struct Consumer {
   bool rescale = false;
 
   __device__ Consumer(const AttentionForwardLaunch& p, const AttentionForwardMaps& maps,
-                      const ForwardBarriers<C>& barriers, uint32_t shared, uint16_t* specials, unsigned group)
+                      const ForwardBarriers<C>& barriers, uint32_t shared, TileSpecials<C>* specials, unsigned group)
       : p(p),
         maps(maps),
         barriers(barriers),
@@ -122,24 +129,30 @@ struct Consumer {
     const uint32_t v = values(at.stage());
     const bool found = Box::template any_nonfinite<C::kBlockN * C::kValueColumns>(v, consumer());
     if (!named_barrier_or<kThreads>(kAll, found)) return false;
-    Box::template take_specials<C::kBlockN * C::kValueColumns>(v, specials, consumer());
+    Box::template take_specials<C::kBlockN * C::kValueColumns>(v, specials->elements, consumer());
+    if (consumer() == 0) specials->tile = t;
     fence_async_proxy();
     named_barrier<kThreads>(kAll);
     return true;
   }
-  __device__ void finish_values(int t, int stage, bool nonfinite, bool sees) {
+  __device__ void finish_values(int stage, bool nonfinite, bool sees) {
     if (nonfinite) {
-      if (sees) add_tile_specials<C>(state.o[0], p.mask, place(t), specials, lane());
+      if (sees) add_tile_specials<C>(state.o[0], p.mask, place(specials->tile), specials->elements, lane());
       named_barrier<kThreads>(kAll);  // before the next tile's specials
     }
     release(barriers.values_empty(stage));
   }
 
+  __device__ void next_tile() {
+    at.next();
+    tile = shown_tile(p, *item, tile + 1);
+  }
+
   __device__ void pass() {  // a tile that only other warpgroups see
     mbarrier_wait(barriers.keys_full(at.stage()), at.parity());
     release(barriers.keys_empty(at.stage()));
-    finish_values(tile, at.stage(), await_values(tile), false);
-    at.next();
+    finish_values(at.stage(), await_values(tile), false);
+    next_tile();
   }
 
   // The products of tile t's scores and, by `more`, others beside them.
@@ -185,23 +198,27 @@ struct Consumer {
       state.negative_max[0][half] = ForwardSm80<C::kHead, C::kGeneral>::kUnset, state.sum[0][half] = 0;
   }
 
-  // The tiles from `tile` to own_end, which the warpgroup sees.
-  __device__ void take_tiles(int own_end) {
+  // Whether an item's tile, from the first that the warpgroup sees on, is one that it sees.
+  __device__ bool sees(int t) const { return t < item->tile_end && t * C::kBlockN < own().end; }
+
+  // The tiles from `tile` on that the warpgroup sees.
+  __device__ void take_tiles() {
     start_next_scores(tile, [] {});
     wgmma_wait<0>();
     softmax(tile);  // there is nothing to rescale yet
 #pragma unroll 1
-    for (; tile < own_end - 1; ++tile) {
+    for (int next; sees(next = shown_tile(p, *item, tile + 1));) {
       const bool nonfinite = await_values(tile);
       const int stage = at.stage();
       pack_weights<T>(weights, s[0]);
       at.next();
-      start_next_scores(tile + 1, [&] { start_values<T, C>(state.o[0], weights, values(stage)); });
+      tile = next;
+      start_next_scores(tile, [&] { start_values<T, C>(state.o[0], weights, values(stage)); });
       wgmma_wait<1>();
-      softmax(tile + 1);
+      softmax(tile);
       wgmma_wait<0>();
       hold(state.o[0]);
-      finish_values(tile, stage, nonfinite, true);
+      finish_values(stage, nonfinite, true);
       if (rescale)
 #pragma unroll
         for (int n = 0; n < C::kOt; ++n)
@@ -214,23 +231,21 @@ struct Consumer {
     start_values<T, C>(state.o[0], weights, values(at.stage()));
     wgmma_wait<0>();
     hold(state.o[0]);
-    finish_values(tile, at.stage(), nonfinite, true);
-    at.next();
-    ++tile;
+    finish_values(at.stage(), nonfinite, true);
+    next_tile();
   }
 
   __device__ void take(uint32_t query_parity) {
     tile = item->tile, first_turn = item->first_turn, turns = item->turns;
-    const int own_tile = min(item->tile_end, own().begin / C::kBlockN),
-              own_end = min(item->tile_end, (own().end + C::kBlockN - 1) / C::kBlockN);
+    const int own_tile = min(item->tile_end, own().begin / C::kBlockN);
     reset();
     mbarrier_wait(barriers.query_full(), query_parity);
-    for (; tile < own_tile; ++tile) pass();
-    if (tile < own_end)
-      take_tiles(own_end);
+    while (tile < own_tile) pass();
+    if (sees(tile))
+      take_tiles();
     else if (C::kOutputApart)
       release_by_warp(barriers.query_empty());
-    for (; tile < item->tile_end; ++tile) pass();
+    while (tile < item->tile_end) pass();
     write();
     if (!C::kOutputApart) release_by_warp(barriers.query_empty());
   }
@@ -253,9 +268,9 @@ struct Consumer {
       stmatrix_x4(Box::at_step(lane_at, n % 4) + n / 4 * C::kBlockM * 128, pack2<T>(left[0], left[1]),
                   pack2<T>(left[2], left[3]), pack2<T>(right[0], right[1]), pack2<T>(right[2], right[3]));
     });
+    fence_async_proxy();  // before TMA reads it, or writes the next queries there
     // Rows beyond a packed sequence are another one's; those beyond the tensor TMA leaves out.
     if (maps.stores && (!p.q_starts || first_row() + C::kRows <= sequence.Sq)) {
-      fence_async_proxy();
       __syncwarp();
       if (lane() == 0) {
         const int query = int(sequence.first_query) + rows.query(0), batch = p.q_starts ? 0 : sequence.b;
@@ -294,7 +309,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char shared[];
   __shared__ WorkItem<C> items[kItems];
   __shared__ uint64_t barrier_words[ForwardBarriers<C>::kCount];
-  __shared__ uint16_t specials[C::kBlockN * C::kValueHead / 8];
+  __shared__ TileSpecials<C> specials;
   // The shuffle tells the compiler that a warpgroup's threads agree.
   const unsigned thread = threadIdx.x, group = __shfl_sync(~0u, thread / 128, 0);
   const ForwardBarriers<C> barriers = {shared_address(barrier_words)};
@@ -311,7 +326,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return;
   }
   take_registers<232>();
-  Consumer<T, C>(p, maps, barriers, shared_address(shared), specials, group).run(items);
+  Consumer<T, C>(p, maps, barriers, shared_address(shared), &specials, group).run(items);
   if (two) cluster_arrive(), cluster_wait();
 }
 
@@ -320,7 +335,7 @@ inline bool shares_loads(const AttentionForwardLaunch& p) {
   const Mask& m = p.mask;
   const bool alike = m.band_lo <= -p.Sq && m.band_hi >= p.Sk && !m.top_left && (!m.begin || m.begin_stride_q == 0) &&
                      (!m.end || m.end_stride_q == 0);
-  return alike && !p.q_starts && p.splits == 1 && p.query_tiles > 1;
+  return alike && !m.elementwise() && !p.q_starts && p.splits == 1 && p.query_tiles > 1;
 }
 
 // The order of the work, and how many blocks take it. A fixed schedule needs no counter in global memory that somebody
@@ -340,6 +355,7 @@ inline int64_t plan_work(const AttentionForwardLaunch& p, AttentionForwardMaps& 
 
 template <class T, class C>
 void launch_attention_fwd_sm90(const char* name, AttentionForwardLaunch p, cudaStream_t stream) {
+  static_assert(C::kBlockM == kGroupedRows);
   auto kernel = attention_fwd_sm90<T, C>;
   AttentionForwardMaps maps;
   maps.group_bits = C::kGeneral ? 0 : group_bits(p);

@@ -107,6 +107,18 @@ __device__ inline void set_place(const AttentionForwardLaunch& p, const Attentio
   item.last = maps.cluster == 1 && item.row >> bits >= item.sequence.Sq;
 }
 
+// The first key tile from `tile` on that blocks, documents or a dense mask show something of, or the item's end.
+template <class C>
+__device__ inline int shown_tile(const AttentionForwardLaunch& p, const WorkItem<C>& item, int tile) {
+  if constexpr (C::kGeneral)
+#pragma unroll 1
+    while (tile < item.tile_end &&
+           !(mask_tile_code(p.tiles, item.sequence.b, item.h, item.row, C::kBlockM, tile * C::kBlockN, C::kBlockN) &
+             kShowsSome))
+      ++tile;
+  return tile;
+}
+
 // The intervals of an item's rows, and the spans of each warpgroup's, by one warp.
 template <class C>
 __device__ inline void look_at_rows(const Mask& mask, WorkItem<C>& item, int bits, unsigned lane) {
@@ -143,10 +155,16 @@ __device__ inline void set_tiles(const AttentionForwardLaunch& p, WorkItem<C>& i
   }
   const int tile = begin / C::kBlockN, tile_end = (end + C::kBlockN - 1) / C::kBlockN,
             share = (max(0, tile_end - tile) + p.splits - 1) / p.splits;  // key tiles of one split
-  item.tile = tile + int(item.split) * share;
-  item.tile_end = min(tile_end, item.tile + share);
-  item.first_turn = max(item.own[0].begin, item.own[1].begin) / C::kBlockN;
-  item.turns = max(0, (min(item.own[0].end, item.own[1].end) + C::kBlockN - 1) / C::kBlockN - item.first_turn);
+  const int first = tile + int(item.split) * share;
+  item.tile_end = min(tile_end, first + share);
+  item.tile = shown_tile(p, item, first);
+  // Warpgroup 1 has the first turn. Where it passes over a tile that 2 sees, it may wait there for 2 (finish_values),
+  // which must not wait for its turn meanwhile.
+  const int first_tiles[2] = {item.own[0].begin / C::kBlockN, item.own[1].begin / C::kBlockN};
+  item.first_turn = max(first_tiles[0], first_tiles[1]);
+  item.turns = first_tiles[0] > first_tiles[1]
+                   ? 0
+                   : max(0, (min(item.own[0].end, item.own[1].end) + C::kBlockN - 1) / C::kBlockN - item.first_turn);
 }
 
 // One warp works out the block's items, up to kItems ahead of the others. It has few registers.
@@ -194,7 +212,9 @@ __device__ inline void load_items(const AttentionForwardLaunch& p, const Attenti
               group = item.h >> bits, first_key = int(item.sequence.first_key), hk = item.hk,
               batch = p.q_starts ? 0 : item.sequence.b, tile_end = item.tile_end;
     int tile = item.tile;
-    mbarrier_arrive(barriers.item_empty(item_at.stage()));
+    auto release = [&] { mbarrier_arrive(barriers.item_empty(item_at.stage())); };
+    auto next_tile = [&] { at.next(), tile = shown_tile(p, item, tile + 1); };
+    if (!C::kGeneral) release();
     auto load_keys = [&] {
       const uint32_t to = keys_at + at.stage() * C::kKeyBytes, full = barriers.keys_full(at.stage());
       const int row = first_key + tile * C::kBlockN;
@@ -223,8 +243,9 @@ __device__ inline void load_items(const AttentionForwardLaunch& p, const Attenti
 #pragma unroll
     for (int c = 0; c < C::kColumns; ++c)
       tma_load_5d(query_at + c * C::kBlockM * 128, &maps.q, barriers.query_full(), c * 64, 0, query, group, batch);
-    if (any) at.next(), ++tile;
-    for (; tile < tile_end; ++tile, at.next()) load_keys(), load_values();
+    if (any) next_tile();
+    for (; tile < tile_end; next_tile()) load_keys(), load_values();
+    if (C::kGeneral) release();  // next_tile() reads it
   }
 }
 

@@ -27,11 +27,12 @@ struct FragmentPlace {
 template <int kMt, int kNt, bool kIntervalOnly>
 __device__ inline uint32_t visible_bits(const Mask& mask, const FragmentPlace& at, unsigned lane) {
   static_assert(kMt * kNt * 4 <= 32);
+  constexpr int kHalvesAtOnce = kIntervalOnly || kNt > 1 ? 2 : 1;  // who asks for so few keys is short of registers
   uint32_t bits = 0;
   int g = lane / 4, key = at.key + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
-#pragma unroll
+#pragma unroll kHalvesAtOnce
     for (int half = 0; half < 2; ++half) {
       int i = 16 * m + 8 * half + g;
       RowRange r = at.ranges[i];

@@ -83,7 +83,7 @@ CUtensorMap tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int
 // has so many (a power of two).
 template <class T>
 CUtensorMap grouped_tensor_map(const Tensor4& t, const std::array<int64_t, 4>& size, int group, int rows) {
-  const cuuint64_t head = group == 1 ? 16 : stride_bytes(t, size, 1), groups = stride_bytes(t, size, 1) * group,
+  const cuuint64_t head = stride_bytes(t, size, group == 1 ? 2 : 1), groups = stride_bytes(t, size, 1) * group,
                    dims[5] = {cuuint64_t(size[3]), cuuint64_t(group), cuuint64_t(size[2]), cuuint64_t(size[1] / group),
                               cuuint64_t(size[0])},
                    strides[4] = {head, stride_bytes(t, size, 2), groups, stride_bytes(t, size, 0)};

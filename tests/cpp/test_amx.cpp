@@ -275,13 +275,13 @@ bool product_of_ones() {
 }
 
 // Forward and backward of the kernels on one thread.
-void run_kernels() {
+void run_kernels(DType dtype, naive::FloatFormat format) {
   constexpr int64_t kSize = 2 * 70 * 40;
   const Kernels& kernels = mha::cpu::kernels_for("amx");
-  std::vector<uint16_t> in(kSize, naive::encode(0.5, naive::kBf16)), out(4 * kSize);
+  std::vector<uint16_t> in(kSize, naive::encode(0.5, format)), out(4 * kSize);
   std::vector<float> lse(2 * 70);
   mha::AttentionProblem p;
-  p.B = 1, p.H = p.Hk = 2, p.Sq = p.Sk = 70, p.D = p.Dv = 40, p.dtype = DType::bf16, p.scale = 0.1;
+  p.B = 1, p.H = p.Hk = 2, p.Sq = p.Sk = 70, p.D = p.Dv = 40, p.dtype = dtype, p.scale = 0.1;
   p.rows_stride_b = 140, p.rows_stride_h = 70;
   auto tensor = [](uint16_t* data) { return mha::Tensor4{data, {kSize, 70 * 40, 40, 1}}; };
   p.q = p.k = p.v = tensor(in.data());
@@ -297,6 +297,11 @@ void run_kernels() {
   Workspace more(kernels.attention_bwd_workspace(backward, 1));
   kernels.attention_bwd(backward, threads(1), more.data.get());
   check(out[0] == in[0], "the mean of equal values");
+}
+
+void run_kernels() {
+  run_kernels(DType::bf16, naive::kBf16);
+  run_kernels(DType::f16, naive::kF16);
 }
 
 bool same(const AmxShapes& a, const AmxShapes& b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
