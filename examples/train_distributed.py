@@ -148,6 +148,7 @@ def main() -> None:
         losses = train(args, parallel, device)
         if dist.get_rank() == 0:
             print(f"{parallel}, {dist.get_world_size()} processes: " + " ".join(f"{x:.6f}" for x in losses), flush=True)
+    dist.barrier()  # a thread of gloo that still holds a tensor lets go of it here, and not when Python has ended
     dist.destroy_process_group()
 
 
