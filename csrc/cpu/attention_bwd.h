@@ -177,10 +177,17 @@ class BackwardWorker {
     const QueryBlock<T>& block = s_.blocks[n];
     const QueryOperands<Unit>& q = s_.operands[n];
     const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
-    gemm<Unit>(keys, lanes, units<Unit>(D), k.k.a, k.k.am, k.k.ak, q.q_lanes, kMaxRows, s_.tile.s, kMaxRows,
-               Start::zero, nullptr, {k.k.plane, q_plane(), true});
-    gemm<Unit>(keys, lanes, units<Unit>(Dv), k.v.a, k.v.am, k.v.ak, q.dout_lanes, kMaxRows, s_.tile.dp, kMaxRows,
-               Start::zero, nullptr, {k.v.plane, dout_plane()});
+    if (mask)
+      strips_.take(*mask, lanes, keys);
+    else
+      strips_.take_whole(lanes, keys);
+    strips_.for_each([&](const Strip& t) {
+      const int at = t.first * kMaxRows + t.begin, width = t.end - t.begin;
+      gemm<Unit>(t.keys, width, units<Unit>(D), k.k.a + t.first * k.k.am, k.k.am, k.k.ak, q.q_lanes + t.begin, kMaxRows,
+                 s_.tile.s + at, kMaxRows, Start::zero, nullptr, {k.k.plane, q_plane(), true});
+      gemm<Unit>(t.keys, width, units<Unit>(Dv), k.v.a + t.first * k.v.am, k.v.am, k.v.ak, q.dout_lanes + t.begin,
+                 kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()});
+    });
     if constexpr (kPlanes<Unit> > 1) {
       if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);
     }
@@ -215,8 +222,12 @@ class BackwardWorker {
 
     Broadcast<Unit> features = k.k_features;
     if (mask && !k.finite) features = finite_k.take(k.k_rows, p_.dtype, p_.k.stride[2], keys, D, s_.finite);
-    gemm<Unit>(D, lanes, units<Unit>(keys), features.a, features.am, features.ak, t.ds_lanes, kMaxRows, dq, kMaxRows,
-               Start::add, nullptr, {features.plane, kLanesPlane<Unit>});
+    strips_.for_each([&](const Strip& strip) {
+      const int64_t first = strip.first / kUnitK<Unit>;
+      gemm<Unit>(D, strip.end - strip.begin, units<Unit>(strip.keys), features.a + first * features.ak, features.am,
+                 features.ak, t.ds_lanes + first * kMaxRows + strip.begin, kMaxRows, dq + strip.begin, kMaxRows,
+                 Start::add, nullptr, {features.plane, kLanesPlane<Unit>});
+    });
     if (mask) finite_k.add_keys(dq, s_.tile.dp, *mask, lanes);
 
     auto rows_of = [&](FiniteRows<Unit>& finite, const Tensor4& x, int cols, const RowsOperand<Unit>& as_they_are) {
@@ -226,14 +237,22 @@ class BackwardWorker {
       return RowsOperand<Unit>{clean.a, clean.ak, clean.plane};
     };
     const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, s_.operands[n].q_rows);
-    gemm<Unit>(keys, D, units<Unit>(rows), t.ds.a, t.ds.am, t.ds.ak, q.b, q.ld, dk, D, Start::add, nullptr,
-               {t.ds.plane, q.plane});
+    add_rows(t.ds, q, rows, dk, D);
     if (mask) finite_q.add_queries(dk, s_.tile.dp, *mask, keys);
 
     const RowsOperand<Unit> dout = rows_of(finite_dout, p_.dout, Dv, s_.operands[n].dout_rows);
-    gemm<Unit>(keys, Dv, units<Unit>(rows), t.p.a, t.p.am, t.p.ak, dout.b, dout.ld, dv, Dv, Start::add, nullptr,
-               {t.p.plane, dout.plane});
+    add_rows(t.p, dout, rows, dv, Dv);
     if (mask) finite_dout.add_queries(dv, s_.tile.s, *mask, keys);
+  }
+
+  // sum[key][column] += weight[key][query] * row[query][column]
+  void add_rows(const Broadcast<Unit>& weight, const RowsOperand<Unit>& row, int rows, T* sum, int cols) {
+    strips_.for_each([&](const Strip& t) {
+      const int64_t first = t.begin / kUnitK<Unit>;
+      gemm<Unit>(t.keys, cols, units<Unit>(std::min(t.end, rows) - t.begin),
+                 weight.a + t.first * weight.am + first * weight.ak, weight.am, weight.ak, row.b + first * row.ld,
+                 row.ld, sum + t.first * cols, cols, Start::add, nullptr, {weight.plane, row.plane});
+    });
   }
 
   void finish_queries(int64_t h, int n) {
@@ -279,6 +298,7 @@ class BackwardWorker {
   const BackwardParts<T>& parts_;
   BackwardScratch<Unit> s_;
   const bool plain_;
+  TileStrips<kStrip<Unit>> strips_;
   ProductState<Unit> products_;
   Tensor4 dbias_;
   int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;

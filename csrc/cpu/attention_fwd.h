@@ -13,22 +13,17 @@ template <class Unit, int Degree>
 inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, void* workspace) {
   const AttentionForward& p = space.p;
   const ForwardPlan& plan = space.plan;
-  auto set_block = [&](ForwardBlock<Unit, Degree>& block, int64_t n, int64_t first_key, int64_t last_key) {
-    const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
-    const int64_t first = n % plan.blocks_per_list * plan.block_rows;
-    return block.set_block(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
-                           int(min64(plan.block_rows, plan.rows_per_list - first)), first_key, last_key);
-  };
   for_each_task(threads, plan.tasks * plan.parts, [&](int64_t task, int thread) {
     ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
     const auto sums = space.of_part(workspace, threads.count, task);
     const int64_t first_key = task % plan.parts * plan.part_keys, last_key = min64(p.Sk, first_key + plan.part_keys);
     block.s.use(sums);
-    *sums.any = set_block(block, task / plan.parts, first_key, last_key) && block.visit_keys(first_key, last_key);
+    *sums.any =
+        block.set_block(plan.place(task / plan.parts), first_key, last_key) && block.visit_keys(first_key, last_key);
   });
   for_each_task(threads, plan.tasks, [&](int64_t n, int thread) {
     ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
-    set_block(block, n, 0, p.Sk);
+    block.set_block(plan.place(n), 0, p.Sk);
     block.load_rows();
     bool any = false;
     for (int64_t part = 0; part < plan.parts; ++part) {
@@ -56,11 +51,8 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
   auto visit_blocks = [&](int64_t task, int thread) {
     ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
     for (int64_t n = task * run; n < (task + 1) * run; ++n) {
-      const int64_t list = n / plan.blocks_per_list, lists_per_batch = plan.lists / p.B;
-      // The last queries first: under a causal mask they see the most keys.
-      const int64_t first = (plan.blocks_per_list - 1 - n % plan.blocks_per_list) * plan.block_rows;
-      block.set_block(list / lists_per_batch, list % lists_per_batch * plan.heads_per_list, first,
-                      int(min64(plan.block_rows, plan.rows_per_list - first)), 0, p.Sk);
+      block.set_block(plan.place(n), 0, p.Sk);
+      if (plan.heads_per_list == 1) block.look_ahead(plan.place(std::min(n + 1, plan.tasks - 1)));
       block.finish(block.visit_keys(0, p.Sk));
     }
   };

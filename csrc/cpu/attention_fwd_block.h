@@ -29,19 +29,43 @@ struct ForwardBlock {
   bool few = false;       // few rows: head elements in lanes, not rows
   bool finite_q = false;  // known of more planes than one
   ProductState<Unit> products;
+  TileStrips<kStrip<Unit>> strips;  // of the tile; not of few rows
+  Ahead next_queries, own_out;
+  int ahead_row = kMaxRows, ahead_step = 0;
 
   ForwardBlock(const AttentionForward& problem, const ForwardPlan& plan, void* scratch)
       : p(problem), rule(problem), s(problem, plan, scratch) {}
 
   // Returns whether some row sees some of the keys first_key .. last_key, which visit_keys is to visit then.
-  bool set_block(int64_t b, int64_t first_head, int64_t first_row, int rows, int64_t first_key, int64_t last_key) {
-    set_rows(s.block, p.mask, b, first_head, first_row, rows, p.Sq, p.Sk);
-    lanes = round_up(rows, L);
-    few = !kPlanar && rows <= kFewRows &&
+  bool set_block(const ForwardPlan::Place& at, int64_t first_key, int64_t last_key) {
+    set_rows(s.block, p.mask, at.b, at.first_head, at.first, at.rows, p.Sq, p.Sk);
+    lanes = round_up(at.rows, L);
+    few = !kPlanar && at.rows <= kFewRows &&
           !(kAmxUnit<Unit> && s.whole_head);  // AMX packs heads for blocks that are not few
-    kv = StoredHead(p, b, first_head / (p.H / p.Hk));
+    kv = StoredHead(p, at.b, at.first_head / (p.H / p.Hk));
     if (p.store.quantised) rule = ScoreRule<T>(p, kv.k_scale);
     return max64(s.block->any_begin, first_key) < min64(s.block->any_end, last_key);
+  }
+
+  // What load_rows reads for the next block, and what store_rows writes for this one, is fetched during this one's
+  // softmaxes, a few rows at a time, as memory is idle then. A list is of one head.
+  void look_ahead(const ForwardPlan::Place& next) {
+    const int64_t size = int64_t(size_of(p.dtype));
+    auto rows_at = [&](const Tensor4& x, int64_t b, int64_t head, int64_t row, int64_t cols) {
+      const int64_t first = b * x.stride[0] + head * x.stride[1] + row * x.stride[2];
+      return Ahead{element(x.data, p.dtype, first), x.stride[2] * size, cols * size};
+    };
+    next_queries = rows_at(p.q, next.b, next.first_head, next.first, p.D);
+    own_out = rows_at(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
+    const int64_t tiles = (s.block->any_end - s.block->any_begin + kMaxKeys - 1) / kMaxKeys;
+    ahead_row = 0;
+    ahead_step = int((kMaxRows - 1) / max64(1, tiles * (lanes / L)) + 1);
+  }
+  void fetch_ahead() {
+    for (int n = 0; n < ahead_step && ahead_row < kMaxRows; ++n, ++ahead_row) {
+      next_queries.fetch(ahead_row);
+      own_out.template fetch<true>(ahead_row);
+    }
   }
 
   // Visits the keys first_key .. last_key that some row sees. Returns whether there are any.
@@ -149,8 +173,11 @@ struct ForwardBlock {
       if (few) return multiply_few(first_key, keys, n);
     }
     const Broadcast<Unit> key = key_operand(first_key, keys);
-    gemm<Unit>(keys, lanes, n, key.a, key.am, key.ak, s.q, kMaxRows, s.score, kMaxRows, Start::zero, nullptr,
-               {key.plane, n * kMaxRows, true});  // an error here is multiplied by the scale, in lse as it is
+    strips.for_each([&](const Strip& t) {
+      gemm<Unit>(t.keys, t.end - t.begin, n, key.a + t.first * key.am, key.am, key.ak, s.q + t.begin, kMaxRows,
+                 s.score + t.first * kMaxRows + t.begin, kMaxRows, Start::zero, nullptr,
+                 {key.plane, n * kMaxRows, true});  // an error here is multiplied by the scale, in lse as it is
+    });
     if constexpr (kPlanar) {
       const void* k = kv.key(first_key);
       const bool finite_k = (s.whole_head && s.packed->finite_k) || all_finite<T>(k, kv.type, p.k.stride[2], keys, D);
@@ -178,6 +205,10 @@ struct ForwardBlock {
   TileKind compute_scores(int64_t first_key, int keys) {
     TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
     if (kind == TileKind::none) return kind;
+    if (kind == TileKind::some)
+      strips.take(*s.mask, lanes, keys);
+    else
+      strips.take_whole(lanes, keys);
     multiply_scores(first_key, keys);
     if (!rule.raw) {
       if (p.bias.data) {
@@ -231,11 +262,30 @@ struct ForwardBlock {
         return true;
       }
     }
-    const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
-    gemm<Unit>(int(p.Dv), lanes, units<Unit>(keys), value.a, value.am, value.ak, weight, kMaxRows, s.out, kMaxRows,
-               start, s.rescale, {value.plane, kLanesPlane<Unit>});
+    Start start = first ? Start::zero : moved ? Start::scale : Start::add;
+    if (!strips.has_lanes(lanes)) {
+      start_out(start);
+      start = Start::add;
+    }
+    strips.for_each([&](const Strip& t) {
+      const int64_t first_unit = t.first / kUnitK<Unit>;
+      gemm<Unit>(int(p.Dv), t.end - t.begin, units<Unit>(t.keys), value.a + first_unit * value.ak, value.am, value.ak,
+                 weight + first_unit * kMaxRows + t.begin, kMaxRows, s.out + t.begin, kMaxRows, start,
+                 s.rescale + t.begin, {value.plane, kLanesPlane<Unit>});
+    });
     finite.add_keys(s.out, s.score, *s.mask, lanes);
     return true;
+  }
+
+  // What Start asks of a product, for all lanes.
+  void start_out(Start start) {
+    if (start == Start::add) return;
+    for (int64_t d = 0; d < p.Dv; ++d) {
+      for (int r = 0; r < lanes; r += L) {
+        T* out = s.out + d * kMaxRows + r;
+        store(out, start == Start::zero ? set1(T(0)) : load(out) * load(s.rescale + r));
+      }
+    }
   }
 
   // Scores to unnormalised weights, in place, or directly to what lanes_operand makes of them. Returns whether some
@@ -244,6 +294,7 @@ struct ForwardBlock {
     bool moved = false;
     const V exponent = set1(rule.exponent), lowest = set1(-kInf);
     for (int r = 0; r < lanes; r += L) {
+      fetch_ahead();
       T* const score = s.score + r;
       const V old_max = load(s.row_max + r);
       V tops[4] = {old_max, lowest, lowest, lowest};  // that many, as each waits for itself

@@ -12,12 +12,14 @@ MHA_ISA_BEGIN
 // heads of a key/value head, so that its keys and values are read once.
 struct ForwardPlan {
   int64_t lists, heads_per_list, rows_per_list, block_rows, blocks_per_list, tasks;
+  int64_t lists_per_batch;
   int64_t part_keys, parts;  // of each block; a task is a part of a block where parts > 1
 
   explicit ForwardPlan(const AttentionProblem& p) {
     const int64_t group = p.Hk > 0 ? p.H / p.Hk : 1;
     heads_per_list = p.Sq < kMaxRows ? group : 1;
-    lists = p.B * (p.H / (heads_per_list > 0 ? heads_per_list : 1));
+    lists_per_batch = p.H / max64(1, heads_per_list);
+    lists = p.B * lists_per_batch;
     rows_per_list = heads_per_list * p.Sq;
     block_rows = kMaxRows;
     blocks_per_list = (rows_per_list + block_rows - 1) / block_rows;
@@ -26,6 +28,19 @@ struct ForwardPlan {
     const int64_t least = max64(kPartKeys * blocks_per_list, (p.Sk + kMaxParts - 1) / kMaxParts);
     part_keys = (least + kMaxKeys - 1) / kMaxKeys * kMaxKeys;
     parts = part_keys > 0 ? max64(1, (p.Sk + part_keys - 1) / part_keys) : 1;
+  }
+
+  // The rows of a block: first .. first + rows of the flat list (head, query) that starts at first_head.
+  struct Place {
+    int64_t b, first_head, first;
+    int rows;
+  };
+  // The last queries come first: under a causal mask they see the most keys.
+  Place place(int64_t task) const {
+    const int64_t list = task / blocks_per_list;
+    const int64_t first = (blocks_per_list - 1 - task % blocks_per_list) * block_rows;
+    return {list / lists_per_batch, list % lists_per_batch * heads_per_list, first,
+            int(min64(block_rows, rows_per_list - first))};
   }
 };
 

@@ -64,9 +64,10 @@ MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n
 struct Ahead {
   const void* first;
   int64_t stride, bytes;
-  void fetch(int row) const {
+  template <bool kToWrite = false>
+  MHA_INLINE void fetch(int row) const {
     const char* p = static_cast<const char*>(first) + row * stride;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, kToWrite, 2);
   }
 };
 

@@ -33,6 +33,10 @@ template <class Unit>
 constexpr bool kAmxUnit = false;
 #endif
 
+// Keys of a strip, and what its rows are a multiple of (tile_mask.h). Pairs of 32 fill a row of AMX's tiles.
+template <class Unit>
+constexpr int kStrip = kAmxUnit<Unit> ? 32 : 16;
+
 // Units from one row of A to the next, as columns_operand lays it out for AMX: whole tiles, and not a power of two of
 // them, so that the rows of a tile don't share a few sets of the first-level cache.
 inline int64_t amx_columns_ld(int rows) {

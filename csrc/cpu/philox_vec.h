@@ -12,13 +12,11 @@ struct PhiloxWords {
 MHA_INLINE PhiloxWords philox(VecU c0, VecU c1, VecU c2, VecU c3, uint32_t k0, uint32_t k1) {
   const VecU mul0 = set1(kPhiloxMul0), mul1 = set1(kPhiloxMul1);
   for (int round = 0; round < 10; ++round) {
-    VecU high0, low0, high1, low1;
-    multiply_wide(c0, mul0, &high0, &low0);
-    multiply_wide(c2, mul1, &high1, &low1);
-    c0 = high1 ^ c1 ^ set1(k0);
-    c1 = low1;
-    c2 = high0 ^ c3 ^ set1(k1);
-    c3 = low0;
+    const VecU p0 = product(c0, mul0), p1 = product(c2, mul1);
+    c0 = xor3(high(p1), c1, set1(k0));
+    c1 = p1;
+    c2 = xor3(high(p0), c3, set1(k1));
+    c3 = p0;
     k0 += kPhiloxAdd0;
     k1 += kPhiloxAdd1;
   }

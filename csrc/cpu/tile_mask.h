@@ -69,6 +69,48 @@ struct TileMask {
   }
 };
 
+// The part of a tile that has products to make: the keys first .. first + keys, seen by some of the rows begin .. end
+// (whole vectors), row intervals being asked alone.
+struct Strip {
+  int first, keys, begin, end;
+};
+
+// A tile in strips of kSize keys and more: under a causal mask, those along the diagonal make 10 products of 16.
+template <int kSize>
+struct TileStrips {
+  int count = 0;
+  Strip strip[kMaxKeys / kSize];
+
+  void take_whole(int lanes, int keys) { count = 1, strip[0] = {0, keys, 0, lanes}; }
+  // Whether one strip has all lanes.
+  bool has_lanes(int lanes) const { return count == 1 && strip[0].begin == 0 && strip[0].end == lanes; }
+
+  template <class T>
+  void take(const TileMask<T>& mask, int lanes, int keys) {
+    count = 0;
+    for (int first = 0; first < keys; first += kSize) {
+      Strip next{first, std::min(kSize, keys - first), lanes, 0};
+      for (int r = 0; r < lanes; ++r) {
+        if (mask.lo[r] >= T(first + next.keys) || mask.hi[r] <= T(first)) continue;
+        next.begin = std::min(next.begin, r / kSize * kSize);
+        next.end = std::min(lanes, (r / kSize + 1) * kSize);
+      }
+      if (next.begin >= next.end) continue;
+      Strip* last = count > 0 ? &strip[count - 1] : nullptr;
+      const bool goes_on = last && last->first + last->keys == first && last->begin == next.begin;
+      if (goes_on && last->end == next.end)
+        last->keys += next.keys;
+      else
+        strip[count++] = next;
+    }
+  }
+
+  template <class F>
+  MHA_INLINE void for_each(F f) const {
+    for (int n = 0; n < count; ++n) f(strip[n]);
+  }
+};
+
 struct IdRange {
   int64_t lo, hi;
 };

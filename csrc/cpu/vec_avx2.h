@@ -176,21 +176,25 @@ MHA_INLINE VecF load_256th(const e4m3* p) {
   return {_mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7F)), 7)))};
 }
 
-// ---- 32-bit integers, for Philox: 8 lanes
+// ---- 32-bit words, for Philox, each in the lower half of a 64-bit lane; the upper half may hold anything
 struct VecU {
   static constexpr int lanes = 8;
-  __m256i v;
+  __m256i even, odd;
 };
-MHA_INLINE VecU set1(uint32_t x) { return {_mm256_set1_epi32(int(x))}; }
-MHA_INLINE VecU load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
-MHA_INLINE void store(uint32_t* p, VecU a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v); }
-MHA_INLINE VecU operator^(VecU a, VecU b) { return {_mm256_xor_si256(a.v, b.v)}; }
-// The 64-bit products a * b, split into high and low words.
-MHA_INLINE void multiply_wide(VecU a, VecU b, VecU* high, VecU* low) {
-  __m256i even = _mm256_mul_epu32(a.v, b.v);
-  __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v, 32), b.v);
-  high->v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-  low->v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+MHA_INLINE VecU set1(uint32_t x) { return {_mm256_set1_epi32(int(x)), _mm256_set1_epi32(int(x))}; }
+MHA_INLINE VecU high(VecU a) { return {_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)}; }
+MHA_INLINE VecU load(const uint32_t* p) {
+  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {all, _mm256_srli_epi64(all, 32)};
+}
+MHA_INLINE void store(uint32_t* p, VecU a) {
+  const __m256i all = _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xAA);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), all);
+}
+MHA_INLINE VecU product(VecU a, VecU b) { return {_mm256_mul_epu32(a.even, b.even), _mm256_mul_epu32(a.odd, b.odd)}; }
+MHA_INLINE VecU xor3(VecU a, VecU b, VecU c) {
+  return {_mm256_xor_si256(_mm256_xor_si256(a.even, b.even), c.even),
+          _mm256_xor_si256(_mm256_xor_si256(a.odd, b.odd), c.odd)};
 }
 
 MHA_ISA_END

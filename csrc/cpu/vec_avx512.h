@@ -192,21 +192,24 @@ MHA_INLINE VecF load_256th(const e4m3* p) {
   return {_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7F)), 7)))};
 }
 
-// ---- 32-bit integers, for Philox: 16 lanes
+// ---- 32-bit words, for Philox, each in the lower half of a 64-bit lane; the upper half may hold anything
 struct VecU {
   static constexpr int lanes = 16;
-  __m512i v;
+  __m512i even, odd;
 };
-MHA_INLINE VecU set1(uint32_t x) { return {_mm512_set1_epi32(int(x))}; }
-MHA_INLINE VecU load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-MHA_INLINE void store(uint32_t* p, VecU a) { _mm512_storeu_si512(p, a.v); }
-MHA_INLINE VecU operator^(VecU a, VecU b) { return {_mm512_xor_si512(a.v, b.v)}; }
-// The 64-bit products a * b, split into high and low words.
-MHA_INLINE void multiply_wide(VecU a, VecU b, VecU* high, VecU* low) {
-  __m512i even = _mm512_mul_epu32(a.v, b.v);
-  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), b.v);
-  high->v = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-  low->v = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+MHA_INLINE VecU set1(uint32_t x) { return {_mm512_set1_epi32(int(x)), _mm512_set1_epi32(int(x))}; }
+MHA_INLINE VecU high(VecU a) { return {_mm512_srli_epi64(a.even, 32), _mm512_srli_epi64(a.odd, 32)}; }
+MHA_INLINE VecU load(const uint32_t* p) {
+  const __m512i all = _mm512_loadu_si512(p);
+  return {all, _mm512_srli_epi64(all, 32)};
+}
+MHA_INLINE void store(uint32_t* p, VecU a) {
+  _mm512_storeu_si512(p, _mm512_mask_blend_epi32(0xAAAA, a.even, _mm512_slli_epi64(a.odd, 32)));
+}
+MHA_INLINE VecU product(VecU a, VecU b) { return {_mm512_mul_epu32(a.even, b.even), _mm512_mul_epu32(a.odd, b.odd)}; }
+MHA_INLINE VecU xor3(VecU a, VecU b, VecU c) {
+  return {_mm512_ternarylogic_epi32(a.even, b.even, c.even, 0x96),
+          _mm512_ternarylogic_epi32(a.odd, b.odd, c.odd, 0x96)};
 }
 
 #ifdef MHA_HAS_BF16_DOT

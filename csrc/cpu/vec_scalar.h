@@ -12,7 +12,6 @@ struct VecMask;
 typedef float Float4 __attribute__((vector_size(16)));
 typedef double Double2 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
-typedef uint32_t Uint4 __attribute__((vector_size(16)));
 typedef int64_t Long2 __attribute__((vector_size(16)));
 
 template <>
@@ -192,22 +191,24 @@ MHA_INLINE VecF load_256th(const e4m3* p) {
   return load(half);
 }
 
-// ---- 32-bit integers, for Philox
+// ---- 32-bit words, for Philox, each in the lower half of a 64-bit lane; the upper half may hold anything
 struct VecU {
   static constexpr int lanes = 4;
-  Uint4 v;
+  uint64_t v[4];
 };
-MHA_INLINE VecU set1(uint32_t x) { return {Uint4{x, x, x, x}}; }
-MHA_INLINE VecU load(const uint32_t* p) {
-  VecU a;
-  std::memcpy(&a.v, p, sizeof(a.v));
+MHA_INLINE VecU set1(uint32_t x) { return {{x, x, x, x}}; }
+MHA_INLINE VecU high(VecU a) { return {{a.v[0] >> 32, a.v[1] >> 32, a.v[2] >> 32, a.v[3] >> 32}}; }
+MHA_INLINE VecU load(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+MHA_INLINE void store(uint32_t* p, VecU a) {
+  for (int l = 0; l < 4; ++l) p[l] = uint32_t(a.v[l]);
+}
+MHA_INLINE VecU product(VecU a, VecU b) {
+  for (int l = 0; l < 4; ++l) a.v[l] = uint64_t(uint32_t(a.v[l])) * uint32_t(b.v[l]);
   return a;
 }
-MHA_INLINE void store(uint32_t* p, VecU a) { std::memcpy(p, &a.v, sizeof(a.v)); }
-MHA_INLINE VecU operator^(VecU a, VecU b) { return {a.v ^ b.v}; }
-MHA_INLINE void multiply_wide(VecU a, VecU b, VecU* high, VecU* low) {
-  for (int l = 0; l < 4; ++l) high->v[l] = uint32_t((uint64_t(a.v[l]) * b.v[l]) >> 32);
-  low->v = a.v * b.v;
+MHA_INLINE VecU xor3(VecU a, VecU b, VecU c) {
+  for (int l = 0; l < 4; ++l) a.v[l] ^= b.v[l] ^ c.v[l];
+  return a;
 }
 
 MHA_ISA_END
