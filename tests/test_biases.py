@@ -87,6 +87,36 @@ def test_gradient_at_real_size(kind, dtype):
     assert (error <= 64 * torch.finfo(dtype).eps * (scale * scale.clamp(min=1)).sqrt()).all(), (error, scale)
 
 
+def parameter_errors(kind, B, H, S, D, seed):
+    """(our largest error of a parameter's gradient, eager torch's with a dense bias, the largest gradient)"""
+    gen = cases.generator(seed)
+    q, k, v, dout = (cases.randn(gen, B, H, S, D) for _ in range(4))
+    start = biases.alibi_slopes(H) if kind == "alibi" else cases.randn(gen, 32, H)
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+
+    def gradient(dtype, attend):
+        parameter = start.to(dtype).requires_grad_()
+        bias = biases.ALiBi(parameter) if kind == "alibi" else biases.T5Relative(parameter, bidirectional=False)
+        return torch.autograd.grad(attend(bias, dtype), parameter, dout.to(dtype))[0].double()
+
+    def eager(bias, dtype):
+        return oracle.attention(q, k, v, seen=seen, bias=bias.to_dense(S, S)[None], dtype=dtype)[0]
+
+    def ours(bias, dtype):
+        return mha_ext.attention(q, k, v, mask=masks.Causal(), bias=bias)
+
+    exact = gradient(torch.float64, eager)
+    errors = ((gradient(torch.float32, attend) - exact).abs().max().item() for attend in (ours, eager))
+    return *errors, exact.abs().max().item()
+
+
+@pytest.mark.parametrize("kind,B,H,S,D", [("alibi", 16, 4, 256, 32), ("alibi", 1, 2, 2048, 32), ("t5", 8, 2, 256, 32)])
+def test_gradient_is_as_exact_as_torchs(kind, B, H, S, D):
+    """The sum of a row's gradients is 0; slopes multiply what rounding leaves of it by the distance. The worst of a few seeds."""
+    ours, torchs, largest = (max(x) for x in zip(*(parameter_errors(kind, B, H, S, D, seed) for seed in range(3))))
+    assert ours <= 2 * torchs + torch.finfo(torch.float32).eps * largest, (ours, torchs, largest)
+
+
 @pytest.mark.parametrize("kind,mask", [("alibi", masks.Padding(torch.tensor([0, 4]))), ("t5", masks.Causal())], ids=repr)
 def test_gradcheck(kind, mask):
     gen = cases.generator(1)

@@ -42,9 +42,10 @@ struct BackwardScratch {
   KeyOperands<Unit> keys[kPassTiles];
   TileScratch<Unit> tile;
   TileMask<T>* mask;
-  Unit* finite;  // rows of one operand of a tile for FiniteRows
-  T* dq;         // [blocks][D][kMaxRows]
-  T *dk, *dv;    // [keys of the chunk][features]
+  Unit* finite;       // rows of one operand of a tile for FiniteRows
+  T* dq;              // [blocks][D][kMaxRows]
+  T *dk, *dv;         // [keys of the chunk][features]
+  double* diagonals;  // [Sq + keys of the chunk - 1]: sums of a head's dS by query less key, where the bias is relative
 
   BackwardScratch(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
     const int64_t n = ceil_div(p.Sq, kMaxRows), size = kMaxKeys * kMaxRows;
@@ -65,6 +66,7 @@ struct BackwardScratch {
     dq = arena.take<T>(n * kMaxRows * p.D);
     dk = arena.take<T>(plan.chunk_keys * p.D);
     dv = arena.take<T>(plan.chunk_keys * p.Dv);
+    diagonals = arena.take<double>(p.dbias.data && p.bias_relative ? p.Sq + plan.chunk_keys : 0);
   }
 };
 
@@ -107,6 +109,8 @@ class BackwardWorker {
 
   void run_head(int64_t h) {
     const int blocks = int(ceil_div(p_.Sq, kMaxRows));
+    const int64_t diagonals = p_.dbias.data && p_.bias_relative ? p_.Sq + last_key_ - first_key_ - 1 : 0;
+    std::fill_n(s_.diagonals, diagonals, 0.0);
     for (int n = 0; n < blocks; ++n) load_queries(h, n);
     for (int64_t first = first_key_; first < last_key_; first += kPassTiles * kMaxKeys) {
       bool loaded[kPassTiles] = {};
@@ -123,6 +127,7 @@ class BackwardWorker {
       }
     }
     for (int n = 0; n < blocks; ++n) finish_queries(h, n);
+    if (diagonals > 0) store_diagonals<T>(dbias_, s_.diagonals, b_, h, 0, p_.Sq, first_key_, last_key_ - first_key_);
   }
 
   // Units of a plane of q_lanes and dout_lanes.
@@ -193,8 +198,15 @@ class BackwardWorker {
     }
     const TileOperands<Unit> t = plain_ && !mask
                                      ? plain_tile<Unit, Degree>(s_.tile, block, p_.scale, keys)
-                                     : general_tile<Unit, Degree>(s_.tile, p_, dbias_, block, mask, first_key, keys);
+                                     : general_tile<Unit, Degree>(s_.tile, p_, block, mask, first_key, keys);
+    if (p_.dbias.data) add_bias_gradient(block.rows, first_key, keys);
     add_products(n, k, t, mask, first_key, keys);
+  }
+
+  void add_bias_gradient(const RowBlock& rows, int64_t first_key, int keys) {
+    if (!p_.bias_relative) return add_tile(dbias_, s_.tile.bias, rows, first_key, keys);
+    const int64_t keys_after = last_key_ - 1 - first_key;
+    add_diagonals(s_.diagonals + rows.query[0] + keys_after, s_.tile.bias, rows.rows, keys);
   }
 
   void repair(const RowBlock& rows, const KeyOperands<Unit>& k, int keys) {

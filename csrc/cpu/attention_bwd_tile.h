@@ -139,6 +139,26 @@ inline void load_dropout(T* factor, const AttentionBackward& p, const RowBlock& 
   dropout_multipliers(factor, kMaxRows, p.dropout, batch_head, query, block.rows, first_key, keys);
 }
 
+// The sums of a relative bias's gradient are wide: rounding leaves something of a row's sum, which is 0, and slopes
+// multiply it by the distance.
+//
+// sum[i - j] += tile[j][i] for the rows i, all of one head.
+template <class T>
+inline void add_diagonals(double* sum, const T* tile, int rows, int keys) {
+  for (int j = 0; j < keys; ++j, --sum, tile += kMaxRows) {
+    for (int r = 0; r < rows; ++r) sum[r] += double(tile[r]);
+  }
+}
+
+// Adds such sums to x: those of some queries and keys of a head, from the first query and the last key on.
+template <class T>
+inline void store_diagonals(const Tensor4& x, const double* sum, int64_t b, int64_t h, int64_t first_query,
+                            int64_t rows, int64_t first_key, int64_t keys) {
+  const int64_t last_query = first_query + rows - 1, count = rows + keys - 1;
+  T* to = static_cast<T*>(x.data) + b * x.stride[0] + h * x.stride[1] + first_key - last_query;
+  for (int64_t n = 0; n < count; ++n) to[n] += T(sum[count - 1 - n]);
+}
+
 // Adds tile[j][r] to x, whose elements are of type T; those that meet through strides of 0 are summed in a fixed order.
 template <class T>
 inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t first_key, int keys) {
@@ -160,6 +180,12 @@ inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t f
     }
     return;
   }
+  if (x.stride[2] == -1) {  // relative: sum over the diagonals
+    double sum[kMaxRows + kMaxKeys] = {};
+    add_diagonals(sum + keys - 1, tile, block.rows, keys);
+    store_diagonals<T>(x, sum, block.b, block.head[0], block.query[0], block.rows, first_key, keys);
+    return;
+  }
   T rows[kMaxRows * kMaxKeys];
   int64_t offset[kMaxRows];
   for (int r = 0; r < block.rows; ++r) offset[r] = r * kMaxKeys;
@@ -177,9 +203,9 @@ inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t f
   }
 }
 
-// Every feature; mask is null when all is visible. Adds to dbias.
+// Every feature; mask is null when all is visible. Where a gradient of the bias is asked for, the tile bias holds it.
 template <class Unit, int Degree, class T>
-inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const AttentionBackward& p, const Tensor4& dbias,
+inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const AttentionBackward& p,
                                        const QueryBlock<T>& block, const TileMask<T>* mask, int64_t first_key,
                                        int keys) {
   constexpr int L = Vec<T>::lanes;
@@ -222,12 +248,11 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
         ds = select(seen, ds, zero);
         dqk = select(seen, dqk, zero);
       }
-      if (dbias.data) store(t.bias + at, ds);
+      if (p.dbias.data) store(t.bias + at, ds);
       store(t.s + at, dropped);
       store(t.dp + at, dqk);
     }
   }
-  if (dbias.data) add_tile(dbias, t.bias, rows, first_key, keys);
   return tile_operands(t, keys, lanes);
 }
 

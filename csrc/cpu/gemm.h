@@ -107,19 +107,11 @@ inline void gemm_tile(const GemmArgs<Unit, B>& g, int m, int n, int tail) {
   constexpr int L = Vec<Acc>::lanes;
   static_assert(!HasTail || Vecs == 1);
   auto load_c = [&](const Acc* p) MHA_INLINE_LAMBDA { return HasTail ? load_n(p, tail) : load(p); };
-  Vec<Acc> sum[Rows * Vecs], scale[Vecs];
+  Vec<Acc> sum[Rows * Vecs];
   const int64_t ldc = g.ldc, am = g.am, ak = g.ak, ldb = g.ldb;
   const int K = g.K;
-  Acc* c = g.c + m * ldc + n;
-  if (g.start == Start::zero) {
-    repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA { sum[i] = set1(Acc(0)); });
-  } else {
-    repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA { sum[i] = load_c(c + i / Vecs * ldc + i % Vecs * L); });
-    if (g.start == Start::scale) {
-      repeat<Vecs>([&](int v) MHA_INLINE_LAMBDA { scale[v] = load_c(g.scale + n + v * L); });
-      repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA { sum[i] = sum[i] * scale[i % Vecs]; });
-    }
-  }
+  Acc* const c = g.c + m * ldc + n;
+  repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA { sum[i] = set1(Acc(0)); });
   const Unit* a = g.a + m * am;
   const B* b = g.b + n;
   for (int k = 0; k < K; ++k, a += ak, b += ldb) {
@@ -130,13 +122,25 @@ inline void gemm_tile(const GemmArgs<Unit, B>& g, int m, int n, int tail) {
       repeat<Vecs>([&](int v) MHA_INLINE_LAMBDA { sum[r * Vecs + v] = P::step(x, operand[v], sum[r * Vecs + v]); });
     });
   }
-  repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA {
-    Acc* to = c + i / Vecs * ldc + i % Vecs * L;
-    if (HasTail)
-      store_n(to, sum[i], tail);
-    else
-      store(to, sum[i]);
-  });
+  // What C was joins last: a running sum is large, and each term added to it alone would be rounded by its size.
+  auto finish = [&](auto value) MHA_INLINE_LAMBDA {
+    repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA {
+      Acc* to = c + i / Vecs * ldc + i % Vecs * L;
+      if (HasTail)
+        store_n(to, value(i, to), tail);
+      else
+        store(to, value(i, to));
+    });
+  };
+  if (g.start == Start::zero) {
+    finish([&](int i, const Acc*) MHA_INLINE_LAMBDA { return sum[i]; });
+  } else if (g.start == Start::add) {
+    finish([&](int i, const Acc* from) MHA_INLINE_LAMBDA { return load_c(from) + sum[i]; });
+  } else {
+    Vec<Acc> scale[Vecs];
+    repeat<Vecs>([&](int v) MHA_INLINE_LAMBDA { scale[v] = load_c(g.scale + n + v * L); });
+    finish([&](int i, const Acc* from) MHA_INLINE_LAMBDA { return fma(load_c(from), scale[i % Vecs], sum[i]); });
+  }
 }
 
 template <int Vecs, bool HasTail, class Unit, class B>
