@@ -1,7 +1,13 @@
-// mask.h against its own comments, element by element.
+// mask.h against its own comments, element by element; and the strips that the CPU kernels cut tiles into.
+#include "../../csrc/cpu/isa_prelude.h"
+#define MHA_ISA_NS scalar
+#include "../../csrc/cpu/vec_scalar.h"
+//
+#include "../../csrc/cpu/tile_mask.h"
 #include "harness.h"
 
 using namespace harness;
+using namespace mha::cpu::scalar;
 
 namespace {
 
@@ -53,6 +59,44 @@ Case random_case(Random& random) {
   return c;
 }
 
+// How many pairs the strips of a tile hold; -1 if one that is visible is in none, or any is in two.
+template <int kSize>
+int pairs_in_strips(const TileMask<float>& mask, int lanes, int keys) {
+  TileStrips<kSize> strips;
+  strips.take(mask, lanes, keys);
+  std::vector<int> found(size_t(kMaxKeys * kMaxRows));
+  strips.for_each([&](const Strip& s) {
+    for (int j = s.first; j < s.first + s.keys; ++j)
+      for (int r = s.begin; r < s.end; ++r) ++found[size_t(j * kMaxRows + r)];
+  });
+  int pairs = 0;
+  for (int j = 0; j < kMaxKeys; ++j)
+    for (int r = 0; r < kMaxRows; ++r) {
+      const int n = found[size_t(j * kMaxRows + r)];
+      const bool visible = j < keys && r < lanes && mask.lo[r] <= float(j) && float(j) < mask.hi[r];
+      if (n > 1 || (visible && n != 1) || (n && (j >= keys || r >= lanes))) return -1;
+      pairs += n;
+    }
+  return pairs;
+}
+
+void check_strips(Random& random) {
+  TileMask<float> mask{};
+  for (int r = 0; r < kMaxRows; ++r) mask.hi[r] = float(r + 1);
+  check(pairs_in_strips<16>(mask, 64, 64) == 10 * 16 * 16, "strips along the diagonal");
+  check(pairs_in_strips<32>(mask, 64, 64) == 3 * 32 * 32, "wide strips along the diagonal");
+  for (int n = 0; n < 2000; ++n) {
+    const int keys = 1 + int(random.below(64)), lanes = 4 * (1 + int(random.below(16)));
+    for (int r = 0; r < kMaxRows; ++r) {
+      const int a = int(random.below(keys + 1)), b = int(random.below(keys + 1));
+      const bool none = r >= lanes || random.below(3) == 0;
+      mask.lo[r] = none ? 0 : float(std::min(a, b)), mask.hi[r] = none ? 0 : float(std::max(a, b));
+    }
+    check(pairs_in_strips<16>(mask, lanes, keys) >= 0, "strips of random intervals " + std::to_string(n));
+    check(pairs_in_strips<32>(mask, lanes, keys) >= 0, "wide strips of random intervals " + std::to_string(n));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -73,5 +117,6 @@ int main() {
     check(right, "visibility of random mask " + std::to_string(n));
     check(inside, "row_interval lies inside the keys, random mask " + std::to_string(n));
   }
+  check_strips(random);
   return finish();
 }
