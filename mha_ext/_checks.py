@@ -56,9 +56,22 @@ def same_device(x: Tensor, name: str, device: torch.device) -> None:
         )
 
 
+def dense(x: Tensor, name: str) -> None:
+    """Refuses sparse, nested and oneDNN's own tensors."""
+    if x.layout is torch.strided and not x.is_nested:
+        return
+    if x.is_nested:
+        given, fix = f"nested tensor of layout {x.layout}", "pad it with torch.nested.to_padded_tensor and mask what that adds"
+    else:
+        given, fix = f"tensor of layout {x.layout} and shape {text(x.shape)}", "convert it with .to_dense()"
+    raise TypeError(f"{name} is a {given}; accepted: a dense tensor (of layout torch.strided): {fix}.")
+
+
 def bool_mask(mask: Tensor, name: str) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} is a {type(mask).__name__}; accepted: a bool tensor, True = attend.")
+    if mask.layout is not torch.strided or mask.is_nested:
+        dense(mask, name)
     if mask.dtype == torch.bool:
         return
     given = (
@@ -114,6 +127,8 @@ def _shape_refusal(shape: Sequence[int], name: str, B: int, H: int, Sq: int, Sk:
 def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, H: int, Sq: int, Sk: int) -> Tensor:
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias is a {type(bias).__name__}; accepted: a floating-point tensor.")
+    if bias.layout is not torch.strided or bias.is_nested:
+        dense(bias, "bias")
     given = bias.dtype
     if not given.is_floating_point:
         fix = "pass it as mask=" if given == torch.bool else "convert it to a floating-point type"
@@ -140,9 +155,14 @@ def not_tensors(names: str, *given: Any) -> Exception:
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int]:
     """(B, H, Sq, Sk). Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
     if q.dim() == 4 and k.dim() == 4 and v.dim() == 4:
-        B, H, Sq, D = q.shape
-        Bk, Hk, Sk, Dk = k.shape
-        Bv, Hv, Sv, _ = v.shape
+        try:
+            B, H, Sq, D = q.shape
+            Bk, Hk, Sk, Dk = k.shape
+            Bv, Hv, Sv, _ = v.shape
+        except RuntimeError:  # nested tensors have none; the op refuses other layouts
+            for x, name in zip((q, k, v), "qkv"):
+                dense(x, name)
+            raise
         dtype = q.dtype
         if (
             Bk == B and Bv == B and Hv == Hk and Sv == Sk and Dk == D and (H % Hk == 0 if Hk > 0 else H == 0)
@@ -207,6 +227,8 @@ def one_tensor(x: Tensor, name: str, shape: str, dim: int, without_cuda: str | N
     """Refuses anything but a floating-point tensor of dim dimensions on a device that this build serves."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; accepted: a tensor {shape}.")
+    if x.is_nested:  # the ops refuse other layouts
+        dense(x, name)
     if x.dim() != dim:
         raise ValueError(f"{name} has shape {text(x.shape)}; accepted: {shape}.")
     if x.dtype not in DTYPES:
@@ -239,6 +261,8 @@ def flag(name: str, x: bool | None) -> None:
 
 
 def sinks(x: Tensor, q: Tensor, H: int) -> Tensor:
+    if isinstance(x, Tensor):
+        dense(x, "sinks")
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.shape != (H,):
         given = (
             f"a {name_of(x.dtype)} tensor of shape {text(x.shape)}"
@@ -255,6 +279,7 @@ def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
     accumulate = accumulate_dtype(q.dtype)
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; accepted: a floating-point tensor [H,H] = [{H},{H}].")
+    dense(x, name)
     if x.shape != (H, H):
         raise ValueError(f"{name} has shape {text(x.shape)}; accepted: [H,H] = [{H},{H}], H being q's heads.")
     same_device(x, name, q.device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import accumulate_dtype
+from ._checks import accumulate_dtype, dense
 
 try:
     from . import _C
@@ -66,6 +66,33 @@ def _draw_rng_state(like: Tensor) -> Tensor:
     """int64[2] (seed, offset) on like's device, from torch's default CPU generator: what torch.manual_seed seeds, what
     checkpointing saves and restores, and what compiled code draws from too."""
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu").to(like.device)
+
+
+# --- Tensors that are not dense ---------------------------------------------------------------------------------------
+
+OTHER_LAYOUTS = (
+    "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU", "NestedTensorCPU", "NestedTensorCUDA",
+)  # fmt: skip
+
+
+def _refuse_other_layouts(name: str) -> None:
+    """Kernels that say what was given. The dispatcher calls them, so that a call with dense tensors pays nothing."""
+    arguments = [a.name for a in getattr(torch.ops.mha_ext, name).default._schema.arguments]
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        for argument, x in (*zip(arguments, args), *kwargs.items()):
+            if isinstance(x, Tensor):
+                dense(x, argument)
+
+    for key in OTHER_LAYOUTS:
+        library.impl(name, refuse, key)
+
+
+for _name in (
+    "attention_fwd", "attention_bwd", "attention_cached", "attention_packed_bwd", "attention_mixed_fwd", "attention_mixed_bwd",
+    "masked_softmax_fwd", "masked_softmax_bwd", "split_heads", "merge_heads", "dropout_mask",
+):  # fmt: skip
+    _refuse_other_layouts(_name)
 
 
 # --- Fake kernels: shapes, strides and types without data -------------------------------------------------------------

@@ -126,6 +126,8 @@ class T5Relative(Bias):
 
 
 def _floating(x: Tensor, owner: str, name: str, shape: str, dim: int) -> Tensor:
+    if isinstance(x, Tensor):
+        _checks.dense(x, name)
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() != dim:
         given = (
             f"a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}"

@@ -270,6 +270,7 @@ def masked_softmax(
         The weights, in scores' shape and type, contiguous. A row that sees no key is 0.
     """
     if isinstance(scores, Tensor) and scores.dim() == 2:
+        _checks.dense(scores, "scores")
         return masked_softmax(
             scores[None, None], mask, bias=bias, scale=scale, dropout_p=dropout_p, rng_state=rng_state
         )[0, 0]
@@ -321,6 +322,8 @@ def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
 
 def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """bias or mix, checked; under autocast it follows like's type."""
+    if x.is_nested:
+        _checks.dense(x, name)
     if x.shape != shape:
         raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: {_checks.text(shape)}.")
     _checks.same_device(x, name, like.device)

@@ -81,6 +81,8 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
         raise ValueError(f"outs hold {len(outs)} parts and lses {len(lses)}; accepted: one lse for each out.")
     out = outs[0]
     for x, y in zip(outs, lses):
+        _checks.dense(x, "a part's out")
+        _checks.dense(y, "a part's lse")
         if x.dim() < 1 or x.shape != out.shape or y.shape != out.shape[:-1]:
             raise ValueError(
                 f"a part has an out of shape {_checks.text(x.shape)} and an lse of shape {_checks.text(y.shape)}, where "

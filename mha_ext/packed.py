@@ -116,6 +116,7 @@ def _as_heads(qkv: Tensor, num_heads: int | None) -> tuple[Tensor, int]:
     """(qkv [B,S,H + 2*Hk,D], H)"""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv is a {type(qkv).__name__}; accepted: a tensor [B,S,3,H,D], or [B,S,H + 2*Hk,D].")
+    _checks.dense(qkv, "qkv")
     if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads in (None, qkv.shape[3]):
         return qkv.flatten(2, 3), qkv.shape[3]
     if qkv.dim() == 4 and isinstance(num_heads, int) and num_heads >= 0:

@@ -115,7 +115,8 @@ def _nested(
             "attn_mask was given and query, key, value are nested; accepted: is_causal, or mha_ext.attention with a mask "
             "of mha_ext.masks."
         )
-    if query.dim() == key.dim() == 4 and not enable_gqa and query.shape[1] != key.shape[1]:
+    jagged = query.layout == key.layout == torch.jagged
+    if jagged and query.dim() == key.dim() == 4 and not enable_gqa and query.shape[1] != key.shape[1]:
         raise _different_heads(query, key)
     mask = masks.Causal("top_left") if is_causal else None
     return nested.attention(query, key, value, 2, mask=mask, dropout_p=dropout_p, scale=scale)

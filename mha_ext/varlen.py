@@ -118,6 +118,8 @@ def attention_packed(
     return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """attention_varlen for tensors that aren't nested."""
+    for x, name in zip((q, k, v), "qkv"):
+        _checks.dense(x, name)
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = ", ".join(_checks.text(x.shape) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; accepted: packed q [Tq,H,D], k [Tk,Hk,D], v [Tk,Hk,Dv].")

@@ -119,8 +119,8 @@ def test_pages_are_read_in_place(page_size, stored, Sq):
         for a, b in zip(got, expected):
             if page_size % 64 == 0:
                 assert torch.equal(a, b)
-            else:
-                assert (a - b).abs().max() <= 2 * torch.finfo(dtype).eps * b.abs().max()
+            else:  # both are rounded
+                assert (a - b).abs().max() <= 2 * 2 * torch.finfo(dtype).eps * b.abs().max()
 
 
 def test_without_pages_and_scales_it_is_attention():

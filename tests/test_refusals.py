@@ -88,6 +88,57 @@ def test_devices():
     )
 
 
+x, packed = torch.randn(2, 5, 8), torch.randn(5, 2, 8)
+starts = torch.tensor([0, 5])
+TAKES = {  # name of the argument: a dense tensor, and the call
+    "q": (q, lambda t: mha_ext.attention(t, k, v)),
+    "k": (k, lambda t: mha_ext.attention(q, t, v)),
+    "v": (v, lambda t: mha_ext.attention(q.clone().requires_grad_(), k, t)),
+    "q of all three": (q, lambda t: mha_ext.attention(t, t, t)),
+    "q of sdpa": (q, lambda t: mha_ext.scaled_dot_product_attention(t, t, t)),
+    "q of explain": (q, lambda t: mha_ext.explain(t, t, t)),
+    "q of varlen": (packed, lambda t: mha_ext.attention_varlen(t, t, t, starts, starts)),
+    "qkv": (torch.randn(2, 5, 12, 8), lambda t: mha_ext.attention_qkvpacked(t, 4)),
+    "q of cached": (q, lambda t: mha_ext.attention_cached(t, k, v)),
+    "v of cached": (v, lambda t: mha_ext.attention_cached(q, k, t)),
+    "mask": (torch.ones(5, 7, dtype=torch.bool), lambda t: mha_ext.attention(q, k, v, mask=t)),
+    "bias": (torch.randn(5, 7), lambda t: mha_ext.attention(q, k, v, bias=t)),
+    "sinks": (torch.randn(4), lambda t: mha_ext.attention(q, k, v, sinks=t)),
+    "pre_mix": (torch.eye(4), lambda t: mha_ext.attention(q, k, v, pre_mix=t)),
+    "slopes": (torch.randn(4), lambda t: mha_ext.biases.ALiBi(t)),
+    "scores": (torch.randn(2, 4, 5, 7), lambda t: mha_ext.masked_softmax(t)),
+    "scores in 2-d": (torch.randn(5, 7), lambda t: mha_ext.masked_softmax(t)),
+    "x of split_heads": (x, lambda t: mha_ext.split_heads(t, 2)),
+    "bias of split_heads": (torch.randn(8), lambda t: mha_ext.split_heads(x, 2, t)),
+    "x of merge_heads": (q, lambda t: mha_ext.merge_heads(t)),
+    "a part's out": (q, lambda t: mha_ext.merge_partials([t], [torch.randn(2, 4, 5)])),
+}
+LAYOUTS = {
+    "sparse_coo": lambda t: t.to_sparse(),
+    "sparse_csr": lambda t: t.to_sparse_csr() if t.dim() > 1 else None,
+    "_mkldnn": lambda t: t.to_mkldnn() if t.dtype == torch.float32 and torch.backends.mkldnn.is_available() else None,
+    "nested": lambda t: torch.nested.nested_tensor(list(t)) if t.dim() > 1 else None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested).*")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TAKES)
+def test_layouts(name, layout):
+    """Tensors that are not dense."""
+    dense, call = TAKES[name]
+    try:
+        given = LAYOUTS[layout](dense)
+    except RuntimeError as error:  # torch has no such tensor
+        pytest.skip(str(error))
+    if given is None:
+        pytest.skip("no such tensor")
+    if name == "q of varlen" and layout == "nested":
+        refusal(lambda: call(given), "nested", "cu_seqlens", kind=ValueError)
+    else:
+        refusal(lambda: call(given), f"{name.split(' of ')[0].split(' in ')[0]} is a", layout, "accepted:", kind=TypeError)
+
+
 MASK_SHAPES = {
     "1-d": ((7,), "[7]", "[5,7]"),
     "3-d per batch": ((2, 5, 7), "[2,5,7]", "[:,None]"),
