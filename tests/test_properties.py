@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cases
 import hypothesis.strategies as st
 import oracle
@@ -110,7 +112,7 @@ def problems(draw):
 
 @st.composite
 def problems_of_every_feature(draw):
-    """A problem, and a bias object in the bias's place, sinks, both or neither."""
+    """A problem, and a bias object in the bias's place, sinks, both or neither; and what the hidden keys and queries hold."""
     q, k, v, dout, mask, seen, bias, options, rng_state = draw(problems())
     accumulate, gen = oracle.accumulate_dtype(q.dtype), cases.generator(draw(st.integers(0, 99)))
     c = cases.Case(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
@@ -123,26 +125,37 @@ def problems_of_every_feature(draw):
     if draw(st.booleans()):
         sinks = draw(layouts(cases.randn(gen, c.H, dtype=accumulate))).mul(draw(st.sampled_from([1.0, 10.0]))).requires_grad_()
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    return cases.Inputs(q, k, v, mask, seen, bias, dout, rng_state, sinks), options
+    return cases.Inputs(q, k, v, mask, seen, bias, dout, rng_state, sinks), options, draw(st.sampled_from(["", "nan", "inf"]))
+
+
+def poison(x: cases.Inputs, fill: float) -> None:
+    """Overwrites the keys and values that no query sees, and the queries that see no key and what comes back to them."""
+    Hk = x.k.shape[1]
+    keys, queries = ~x.seen.any(2).unflatten(1, (Hk, x.seen.shape[1] // Hk)).any(2), ~x.seen.any(3)
+    for t, hidden in ((x.k, keys), (x.v, keys), (x.q, queries), (x.dout, queries)):
+        t.detach().masked_fill_(hidden[..., None], fill)
 
 
 # The same examples each time: at the edge of half precision, where weights saturate, one in some thousands exceeds the rule.
 @settings(max_examples=max(200, settings().max_examples), derandomize=True)
 @given(problems_of_every_feature())
 def test_every_feature_together(problem):
-    x, options = problem
+    x, options, fill = problem
+    clean = dataclasses.replace(x, q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), dout=x.dout.clone())
+    if fill and x.seen is not None:
+        poison(x, float(fill))
     out, lse = mha_ext.attention(x.q, x.k, x.v, return_lse=True, **x.modifiers(), **options)
     leaves = x.leaves()
     grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), x.dout)))
     p, shape = options["dropout_p"], (*x.q.shape[:3], x.k.shape[2])
     keep = oracle.dropout_mask(x.rng_state.tolist(), p, *shape) if p else None
-    oracle.check({"out": out, "lse": lse, **grads}, oracle.truths(x.q, x.k, x.v, **x.definition(), keep=keep, **options))
+    oracle.check({"out": out, "lse": lse, **grads}, oracle.truths(clean.q, clean.k, clean.v, **clean.definition(), keep=keep, **options))
 
 
 @given(problems_of_every_feature(), st.data())
 def test_packed_sequences_are_those_alone(problem, data):
     """The batch as packed sequences, cut to random lengths: to the bit what each gives alone, gradients too."""
-    x, options = problem
+    x, options, _ = problem
     lengths = [[data.draw(st.integers(0, n)) for _ in range(x.q.shape[0])] for n in (x.q.shape[2], x.k.shape[2])]
     starts = [torch.tensor([0, *n]).cumsum(0) for n in lengths]
     bias = x.bias if isinstance(x.bias, biases.Bias) else None
