@@ -127,6 +127,24 @@ struct ForwardBlock {
     return false;
   }
 
+  // The same of values, of which two rows of bf16 make pairs on the way.
+  template <class F>
+  bool as_values(const void* rows, F f) const {
+    if constexpr (std::is_same_v<Unit, Pair> && !kPlanar) {
+      if (few && !s.whole_head && kv.type == DType::bf16) return f(static_cast<const bf16*>(rows)), true;
+    }
+    return as_halves(rows, f);
+  }
+
+  Ahead keys_in_memory(int64_t first_key) const {
+    const int64_t size = int64_t(size_of(kv.type));
+    return {kv.key(first_key), p.k.stride[2] * size, p.D * size};
+  }
+  Ahead values_in_memory(int64_t first_key) const {
+    const int64_t size = int64_t(size_of(kv.type));
+    return {kv.value(first_key), p.v.stride[2] * size, p.Dv * size};
+  }
+
   Side value_side() const { return few ? Side::b : Side::a; }
 
   Broadcast<Unit> value_operand(const void* v, int64_t first_key, int keys) {
@@ -189,10 +207,8 @@ struct ForwardBlock {
   }
 
   void multiply_few(int64_t first_key, int keys, int n) {
-    const int64_t size = int64_t(size_of(kv.type)), k_stride = p.k.stride[2] * size;
     const void* k = kv.key(first_key);
-    const Ahead ahead[2] = {{kv.value(first_key), p.v.stride[2] * size, p.Dv * size},
-                            {static_cast<const char*>(k) + keys * k_stride, k_stride, p.D * size}};
+    const ReadAhead ahead(keys_in_memory(first_key), keys, kv.value(first_key), values_in_memory(first_key).stride);
     auto multiply = [&](const auto* key, int64_t stride) {
       few_scores(key, stride, keys, n, s.q, few_ld<Unit>(int(p.D)), s.block->rows, s.score, ahead);
     };
@@ -245,12 +261,13 @@ struct ForwardBlock {
     FiniteRows<Unit> finite;
     const Unit* weight = direct ? s.weight : lanes_operand<Unit>(s.score, keys, lanes, s.weight);
     auto add_few = [&](const auto* rows, int64_t stride) {
-      gemm<Unit>(s.block->rows, int(p.Dv), units<Unit>(keys), weight, 1, kMaxRows, rows, stride, s.out, p.Dv,
-                 first ? Start::zero : Start::add);
+      const ReadAhead ahead(values_in_memory(first_key), keys, kv.likely_key(first_key + keys),
+                            keys_in_memory(first_key).stride);
+      few_values<Unit>(weight, rows, stride, keys, s.out, int(p.Dv), s.block->rows, !first, ahead);
     };
     if constexpr (!kPlanar) {
       if (few && moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
-      if (clean && as_halves(v, [&](const auto* rows) { add_few(rows, p.v.stride[2]); })) return true;
+      if (clean && as_values(v, [&](const auto* rows) { add_few(rows, p.v.stride[2]); })) return true;
     }
     const Broadcast<Unit> value =
         clean ? value_operand(v, first_key, keys)

@@ -36,15 +36,62 @@ MHA_INLINE Vec<T> reduce_block(Vec<T>* x) {
   return even + odd;
 }
 
-// Four queries against kKeys keys: sum[4 * key + query], to be added up over the lanes.
+// Rows that will be read soon, fetched while others are worked on.
+struct Ahead {
+  const void* first;
+  int64_t stride, bytes;
+  template <bool kToWrite = false>
+  MHA_INLINE void fetch(int row) const {
+    const char* p = static_cast<const char*>(first) + row * stride;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, kToWrite, 2);
+  }
+};
+
+// The rows of a tile, and those that are read after them, fetched while others are worked on. A prefetch that finds the
+// queue of misses full is dropped, so each line is asked for twice, and lines one by one between products: of lines
+// asked for in a row, 14 of 100 are dropped where memory is the limit, and a product that waits for one stops all.
+class ReadAhead {
+ public:
+  ReadAhead(const Ahead& now, int keys, const void* next, int64_t next_stride)
+      : now_(now), keys_(keys), next_(static_cast<const char*>(next)), next_stride_(next_stride) {
+    auto rows = [&](int64_t bytes) { return int(max64(1, min64(keys, bytes / max64(1, now.bytes)))); };
+    first_time_ = rows(16384), second_time_ = rows(4096);
+  }
+  int64_t bytes() const { return now_.bytes; }
+  // What to fetch while the product reads a row: lines of these rows.
+  struct Lines {
+    const char *first, *second;
+    MHA_INLINE void fetch(int64_t at) const {
+      __builtin_prefetch(first + at, 0, 2);
+      __builtin_prefetch(second + at, 0, 2);
+    }
+  };
+  MHA_INLINE Lines beside(int row) const { return {ahead(row + first_time_), ahead(row + second_time_)}; }
+
+ private:
+  MHA_INLINE const char* ahead(int row) const {
+    return row < keys_ ? static_cast<const char*>(now_.first) + row * now_.stride
+                       : next_ + (row - keys_) * next_stride_;
+  }
+  Ahead now_;
+  int keys_, first_time_, second_time_;
+  const char* next_;
+  int64_t next_stride_;
+};
+
+// Four queries against kKeys keys: sum[4 * key + query], to be added up over the lanes. Beside the products it fetches
+// fetch_bytes of the lines of each key: no more than a line with a vector.
 template <class Unit, int kKeys, class Key>
-MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n,
-                         Vec<typename Product<Unit>::Acc>* sum) {
+MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n, Vec<typename Product<Unit>::Acc>* sum,
+                         const ReadAhead::Lines* lines, int64_t fetch_bytes) {
   using P = Product<Unit>;
   constexpr int L = Vec<typename P::Acc>::lanes;
   for (int i = 0; i < 4 * kKeys; ++i) sum[i] = set1(typename P::Acc(0));
   int c = 0;
   for (; c + L <= n; c += L) {
+    if (const int64_t at = c / L * 64; at < fetch_bytes) {
+      for (int i = 0; i < kKeys; ++i) lines[i].fetch(at);
+    }
     typename P::Operand query[4];
     for (int r = 0; r < 4; ++r) query[r] = P::load_b(q + r * ld + c);
     for (int i = 0; i < kKeys; ++i) {
@@ -60,36 +107,126 @@ MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n
   }
 }
 
-// Rows that will be read soon, fetched while others are worked on.
-struct Ahead {
-  const void* first;
-  int64_t stride, bytes;
-  template <bool kToWrite = false>
-  MHA_INLINE void fetch(int row) const {
-    const char* p = static_cast<const char*>(first) + row * stride;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, kToWrite, 2);
-  }
-};
-
 // score[j][r] = sum_d key[j][d] * q[r][d], n units long. Keys are units, or what loads as a vector of them.
 template <class Unit, class Key, class T>
 inline void few_scores(const Key* key, int64_t stride, int keys, int n, const Unit* q, int64_t ld, int rows, T* score,
-                       const Ahead (&ahead)[2]) {
+                       const ReadAhead& ahead) {
   constexpr int L = Vec<T>::lanes, kKeys = L > 4 ? L / 4 : 1;
   for (int j = 0; j < keys; j += kKeys) {
     const Key* row[kKeys];
-    for (int i = 0; i < kKeys && j + i < keys; ++i)
-      for (const Ahead& a : ahead) a.fetch(j + i);
+    ReadAhead::Lines lines[kKeys];
+    for (int i = 0; i < kKeys; ++i) lines[i] = ahead.beside(j + i);
     for (int i = 0; i < kKeys; ++i) row[i] = key + std::min(j + i, keys - 1) * stride;
     for (int r = 0; r < rows; r += 4) {
       Vec<T> sum[4 * kKeys];
-      dot_step<Unit, kKeys>(row, q + r * ld, ld, n, sum);
+      dot_step<Unit, kKeys>(row, q + r * ld, ld, n, sum, lines, r == 0 ? ahead.bytes() : 0);
       T total[4 * kKeys];
       for (int i = 0; i < 4 * kKeys; i += L) store(total + i, reduce_block(sum + i));
       for (int i = 0; i < kKeys && j + i < keys; ++i) {
         std::memcpy(score + (j + i) * kMaxRows + r, total + 4 * i, std::size_t(std::min(4, rows - r)) * sizeof(T));
       }
     }
+  }
+}
+
+// What one unit of weights is multiplied by: rows of values that lie as gemm's B; or, of pairs, two rows of bf16.
+template <class Unit, class Value>
+constexpr bool kRowsToPair = kPairs<Unit> && std::is_same_v<Value, bf16>;
+
+// Vecs vectors of the k-th of these, from v on. With a tail, the only vector has that many lanes.
+template <class Unit, int Vecs, bool HasTail, class Value>
+MHA_INLINE void load_values(typename Product<Unit>::Operand* x, const Value* v, int64_t stride, int k,
+                            [[maybe_unused]] int keys, [[maybe_unused]] int tail) {
+  constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
+#ifdef MHA_HAS_BF16_DOT
+  if constexpr (kRowsToPair<Unit, Value>) {
+    const bf16* row = v + 2 * k * stride;
+    const bf16* next = 2 * k + 1 < keys ? row + stride : nullptr;
+    if constexpr (Vecs % 2 == 0) {
+      for (int i = 0; i < Vecs; i += 2) interleave_rows(x + i, row + i * L, next ? next + i * L : nullptr);
+    } else {
+      const int lanes = HasTail ? tail : L;
+      x[0] = interleave_bf16(load_n(row, lanes), next ? load_n(next, lanes) : set1(0.0f));
+    }
+  } else
+#endif
+  {
+    using P = Product<Unit>;
+    for (int i = 0; i < Vecs; ++i) x[i] = HasTail ? P::load_b(v + k * stride, tail) : P::load_b(v + k * stride + i * L);
+  }
+}
+
+template <class Unit, class Value>
+struct FewValues {
+  using T = typename Product<Unit>::Acc;
+  const Unit* weight;  // [units][kMaxRows]
+  const Value* v;
+  int64_t stride;
+  int first_key, keys;
+  T* out;
+  int cols, rows;
+  bool add;
+  const ReadAhead& ahead;
+};
+
+// Rows of the output from r on, Vecs vectors from column c on.
+template <int Rows, int Vecs, bool HasTail, class Unit, class Value>
+inline void few_values_tile(const FewValues<Unit, Value>& g, int r, int c) {
+  using P = Product<Unit>;
+  using T = typename P::Acc;
+  constexpr int L = Vec<T>::lanes, kUnit = kUnitK<Unit>;
+  const int tail = g.cols - c;
+  const int64_t ld = g.cols, stride = g.stride;
+  const ReadAhead ahead = g.ahead;
+  T* const out = g.out + r * ld + c;
+  const Unit* weight = g.weight + r;
+  Vec<T> sum[Rows * Vecs];
+  repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA { sum[i] = set1(T(0)); });
+  const int64_t begin = r == 0 ? ahead.bytes() * c / g.cols : 0;
+  const int64_t end = r == 0 ? ahead.bytes() * std::min(c + Vecs * L, g.cols) / g.cols : 0;
+  for (int k = 0; k * kUnit < g.keys; ++k, weight += kMaxRows) {
+    for (int i = 0; i < kUnit; ++i) {
+      const ReadAhead::Lines lines = ahead.beside(g.first_key + k * kUnit + i);
+      for (int64_t at = begin; at < end; at += 64) lines.fetch(at);
+    }
+    typename P::Operand x[Vecs];
+    load_values<Unit, Vecs, HasTail>(x, g.v + c, stride, k, g.keys, tail);
+    repeat<Rows>([&](int i) MHA_INLINE_LAMBDA {
+      const typename P::Operand w = P::broadcast(weight + i);
+      repeat<Vecs>([&](int n) MHA_INLINE_LAMBDA { sum[i * Vecs + n] = P::step(w, x[n], sum[i * Vecs + n]); });
+    });
+  }
+  repeat<Rows * Vecs>([&](int i) MHA_INLINE_LAMBDA {
+    T* to = out + i / Vecs * ld + i % Vecs * L;
+    if (g.add) sum[i] = (HasTail ? load_n(to, tail) : load(to)) + sum[i];  // last, as in gemm
+    HasTail ? store_n(to, sum[i], tail) : store(to, sum[i]);
+  });
+}
+
+template <int Vecs, bool HasTail, class Unit, class Value>
+inline void few_values_columns(const FewValues<Unit, Value>& g, int c) {
+  int r = 0;
+  for (; r + 4 <= g.rows; r += 4) few_values_tile<4, Vecs, HasTail>(g, r, c);
+  for (; r + 2 <= g.rows; r += 2) few_values_tile<2, Vecs, HasTail>(g, r, c);
+  for (; r < g.rows; ++r) few_values_tile<1, Vecs, HasTail>(g, r, c);
+}
+
+// out[r][c] = sum_j weight[j][r] * v[j][c], or that much more.
+template <class Unit, class Value, class T>
+inline void few_values(const Unit* weight, const Value* v, int64_t stride, int keys, T* out, int cols, int rows,
+                       bool add, const ReadAhead& ahead) {
+  // So few keys at a time that all of their lines are read in nearly the order of memory.
+  constexpr int L = Vec<T>::lanes, kKeys = 16, kStep = kKeys / kUnitK<Unit>;
+  constexpr int kRowsOfStep = kRowsToPair<Unit, Value> ? kKeys : kStep;
+  for (int j = 0; j < keys; j += kKeys, weight += kStep * kMaxRows, v += kRowsOfStep * stride, add = true) {
+    const FewValues<Unit, Value> g{weight, v, stride, j, std::min(kKeys, keys - j), out, cols, rows, add, ahead};
+    int c = 0;
+    for (; c + kTileVecs * L <= cols; c += kTileVecs * L) few_values_columns<kTileVecs, false>(g, c);
+    if constexpr (kTileVecs > 2) {
+      for (; c + 2 * L <= cols; c += 2 * L) few_values_columns<2, false>(g, c);
+    }
+    for (; c + L <= cols; c += L) few_values_columns<1, false>(g, c);
+    if (c < cols) few_values_columns<1, true>(g, c);
   }
 }
 

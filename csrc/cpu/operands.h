@@ -78,8 +78,11 @@ MHA_INLINE void pairs_of_columns(Pairs<N>* dst, int64_t plane, const S* row, con
   int first = 0;
   if constexpr (N == 1 && std::is_same_v<S, bf16>) {
     constexpr int L = VecF::lanes;
-    for (; first + 2 * L <= cols; first += 2 * L)
-      interleave_rows(dst + first, row + first, two ? next + first : nullptr);
+    for (; first + 2 * L <= cols; first += 2 * L) {
+      VecPair pairs[2];
+      interleave_rows(pairs, row + first, two ? next + first : nullptr);
+      store(dst + first, pairs[0]), store(dst + first + L, pairs[1]);
+    }
   }
   for_each_vector<float>(cols - first, [&](auto full, int64_t c, int lanes) MHA_INLINE_LAMBDA {
     c += first;

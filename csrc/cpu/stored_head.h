@@ -33,12 +33,19 @@ class StoredHead {
   }
   const void* key(int64_t j) const { return row(k_, p_->k.stride, j); }
   const void* value(int64_t j) const { return row(v_, p_->v.stride, j); }
+  // Where a key that may be there would lie: to be fetched, not read.
+  const void* likely_key(int64_t j) const {
+    if (table_ && j >= p_->Sk) return k_;
+    if (table_ && !is_page(table_[j / p_->store.page_size])) return k_;
+    return key(j);
+  }
 
  private:
+  bool is_page(int64_t page) const { return page >= 0 && page < p_->store.pages; }
   const void* row(const void* base, const int64_t* stride, int64_t j) const {
     if (!table_) return element(base, type, j * stride[2]);
     const int64_t page = table_[j / p_->store.page_size];
-    if (page < 0 || page >= p_->store.pages)
+    if (!is_page(page))
       throw std::runtime_error(
           "block_table has an entry that is no page, for keys that are visible; accepted: 0 to the number of pages - "
           "1.");

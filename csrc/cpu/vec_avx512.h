@@ -226,14 +226,14 @@ MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(order, both)};
 }
-// Pair l of 32 holds row[l] and next[l], or 0 without next.
-MHA_INLINE void interleave_rows(void* pairs, const bf16* row, const bf16* next) {
+// Pair l of the 32 of two vectors holds row[l] and next[l], or 0 without next.
+MHA_INLINE void interleave_rows(VecPair* pairs, const bf16* row, const bf16* next) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                        5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const __m512i a = _mm512_loadu_si512(row), b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
-  _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(a, low, b));
-  _mm512_storeu_si512(static_cast<char*>(pairs) + 64, _mm512_permutex2var_epi16(a, high, b));
+  pairs[0].v = _mm512_permutex2var_epi16(a, low, b);
+  pairs[1].v = _mm512_permutex2var_epi16(a, high, b);
 }
 MHA_INLINE void store(void* p, VecPair a) { _mm512_storeu_si512(p, a.v); }
 MHA_INLINE void store_n(void* p, VecPair a, int n) { _mm512_mask_storeu_epi32(p, lanes16(n), a.v); }
