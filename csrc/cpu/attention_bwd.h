@@ -76,6 +76,7 @@ class BackwardWorker {
   using T = typename Product<Unit>::Acc;
   static constexpr int L = Vec<T>::lanes;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
+  static constexpr DType kAccumulate = std::is_same_v<T, double> ? DType::f64 : DType::f32;
 
  public:
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
@@ -186,12 +187,15 @@ class BackwardWorker {
       strips_.take(*mask, lanes, keys);
     else
       strips_.take_whole(lanes, keys);
-    strips_.for_each([&](const Strip& t) {
+    const Ahead bias = bias_ahead(p_.bias, p_.bias_dtype, block.rows, first_key, keys);
+    Ahead dbias = bias_ahead(dbias_, kAccumulate, block.rows, first_key, keys);
+    dbias.to_write = true;
+    strips_.for_each_by_keys([&](const Strip& t) {
       const int at = t.first * kMaxRows + t.begin, width = t.end - t.begin;
       gemm<Unit>(t.keys, width, units<Unit>(D), k.k.a + t.first * k.k.am, k.k.am, k.k.ak, q.q_lanes + t.begin, kMaxRows,
-                 s_.tile.s + at, kMaxRows, Start::zero, nullptr, {k.k.plane, q_plane(), true});
+                 s_.tile.s + at, kMaxRows, Start::zero, nullptr, {k.k.plane, q_plane(), true}, bias);
       gemm<Unit>(t.keys, width, units<Unit>(Dv), k.v.a + t.first * k.v.am, k.v.am, k.v.ak, q.dout_lanes + t.begin,
-                 kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()});
+                 kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()}, dbias);
     });
     if constexpr (kPlanes<Unit> > 1) {
       if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);
@@ -234,7 +238,7 @@ class BackwardWorker {
 
     Broadcast<Unit> features = k.k_features;
     if (mask && !k.finite) features = finite_k.take(k.k_rows, p_.dtype, p_.k.stride[2], keys, D, s_.finite);
-    strips_.for_each([&](const Strip& strip) {
+    strips_.for_each_by_rows([&](const Strip& strip) {
       const int64_t first = strip.first / kUnitK<Unit>;
       gemm<Unit>(D, strip.end - strip.begin, units<Unit>(strip.keys), features.a + first * features.ak, features.am,
                  features.ak, t.ds_lanes + first * kMaxRows + strip.begin, kMaxRows, dq + strip.begin, kMaxRows,
@@ -259,7 +263,7 @@ class BackwardWorker {
 
   // sum[key][column] += weight[key][query] * row[query][column]
   void add_rows(const Broadcast<Unit>& weight, const RowsOperand<Unit>& row, int rows, T* sum, int cols) {
-    strips_.for_each([&](const Strip& t) {
+    strips_.for_each_by_keys([&](const Strip& t) {
       const int64_t first = t.begin / kUnitK<Unit>;
       gemm<Unit>(t.keys, cols, units<Unit>(std::min(t.end, rows) - t.begin),
                  weight.a + t.first * weight.am + first * weight.ak, weight.am, weight.ak, row.b + first * row.ld,
@@ -310,7 +314,7 @@ class BackwardWorker {
   const BackwardParts<T>& parts_;
   BackwardScratch<Unit> s_;
   const bool plain_;
-  TileStrips<kStrip<Unit>> strips_;
+  Strips<Unit> strips_;
   ProductState<Unit> products_;
   Tensor4 dbias_;
   int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;

@@ -29,7 +29,7 @@ struct ForwardBlock {
   bool few = false;       // few rows: head elements in lanes, not rows
   bool finite_q = false;  // known of more planes than one
   ProductState<Unit> products;
-  TileStrips<kStrip<Unit>> strips;  // of the tile; not of few rows
+  Strips<Unit> strips;  // of the tile; not of few rows
   Ahead next_queries, own_out;
   int ahead_row = kMaxRows, ahead_step = 0;
 
@@ -57,6 +57,7 @@ struct ForwardBlock {
     };
     next_queries = rows_at(p.q, next.b, next.first_head, next.first, p.D);
     own_out = rows_at(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
+    own_out.to_write = true;
     const int64_t tiles = (s.block->any_end - s.block->any_begin + kMaxKeys - 1) / kMaxKeys;
     ahead_row = 0;
     ahead_step = int((kMaxRows - 1) / max64(1, tiles * (lanes / L)) + 1);
@@ -64,7 +65,7 @@ struct ForwardBlock {
   void fetch_ahead() {
     for (int n = 0; n < ahead_step && ahead_row < kMaxRows; ++n, ++ahead_row) {
       next_queries.fetch(ahead_row);
-      own_out.template fetch<true>(ahead_row);
+      own_out.fetch(ahead_row);
     }
   }
 
@@ -191,10 +192,11 @@ struct ForwardBlock {
       if (few) return multiply_few(first_key, keys, n);
     }
     const Broadcast<Unit> key = key_operand(first_key, keys);
-    strips.for_each([&](const Strip& t) {
+    const Ahead bias = bias_ahead(p.bias, p.bias_dtype, *s.block, first_key, keys);
+    strips.for_each_by_keys([&](const Strip& t) {
       gemm<Unit>(t.keys, t.end - t.begin, n, key.a + t.first * key.am, key.am, key.ak, s.q + t.begin, kMaxRows,
                  s.score + t.first * kMaxRows + t.begin, kMaxRows, Start::zero, nullptr,
-                 {key.plane, n * kMaxRows, true});  // an error here is multiplied by the scale, in lse as it is
+                 {key.plane, n * kMaxRows, true}, bias);  // an error here is multiplied by the scale, in lse as it is
     });
     if constexpr (kPlanar) {
       const void* k = kv.key(first_key);
@@ -279,12 +281,8 @@ struct ForwardBlock {
         return true;
       }
     }
-    Start start = first ? Start::zero : moved ? Start::scale : Start::add;
-    if (!strips.has_lanes(lanes)) {
-      start_out(start);
-      start = Start::add;
-    }
-    strips.for_each([&](const Strip& t) {
+    const Start start = first ? Start::zero : moved ? Start::scale : Start::add;
+    strips.for_each_by_rows([&](const Strip& t) {
       const int64_t first_unit = t.first / kUnitK<Unit>;
       gemm<Unit>(int(p.Dv), t.end - t.begin, units<Unit>(t.keys), value.a + first_unit * value.ak, value.am, value.ak,
                  weight + first_unit * kMaxRows + t.begin, kMaxRows, s.out + t.begin, kMaxRows, start,
@@ -292,17 +290,6 @@ struct ForwardBlock {
     });
     finite.add_keys(s.out, s.score, *s.mask, lanes);
     return true;
-  }
-
-  // What Start asks of a product, for all lanes.
-  void start_out(Start start) {
-    if (start == Start::add) return;
-    for (int64_t d = 0; d < p.Dv; ++d) {
-      for (int r = 0; r < lanes; r += L) {
-        T* out = s.out + d * kMaxRows + r;
-        store(out, start == Start::zero ? set1(T(0)) : load(out) * load(s.rescale + r));
-      }
-    }
   }
 
   // Scores to unnormalised weights, in place, or directly to what lanes_operand makes of them. Returns whether some

@@ -67,6 +67,22 @@ struct PlaneStrides {
   bool all = false;
 };
 
+// Rows of memory that are wanted soon: fetched while something else is computed.
+struct Ahead {
+  const void* first = nullptr;
+  int64_t stride = 0, bytes = 0;  // bytes: from one row to the next, of a row
+  int rows = 0;
+  bool to_write = false;
+  MHA_INLINE void fetch(int row) const {
+    const char* p = static_cast<const char*>(first) + row * stride;
+    for (int64_t i = 0; i < bytes; i += 64) to_write ? __builtin_prefetch(p + i, 1) : __builtin_prefetch(p + i, 0, 2);
+  }
+  // The rows' share of the steps first .. last of `steps`.
+  MHA_INLINE void fetch_share(int first_step, int last_step, int steps) const {
+    for (int row = first_step * rows / steps; row < last_step * rows / steps; ++row) fetch(row);
+  }
+};
+
 template <class Unit, class B = Unit>
 struct GemmArgs {
   using Acc = typename Product<Unit>::Acc;
@@ -80,6 +96,7 @@ struct GemmArgs {
   Start start;
   const Acc* scale;
   PlaneStrides plane;
+  Ahead ahead;
 };
 
 // What a thread must hold while it multiplies.
@@ -147,7 +164,10 @@ template <int Vecs, bool HasTail, class Unit, class B>
 inline void gemm_columns(const GemmArgs<Unit, B>& g, int M, int n, int tail) {
   constexpr int Rows = Vecs == kTileVecs ? kTileRows : 8;
   int m = 0;
-  for (; m + Rows <= M; m += Rows) gemm_tile<Rows, Vecs, HasTail>(g, m, n, tail);
+  for (; m + Rows <= M; m += Rows) {
+    if (n == 0) g.ahead.fetch_share(m, m + Rows, M);
+    gemm_tile<Rows, Vecs, HasTail>(g, m, n, tail);
+  }
   for (; m + 4 <= M; m += 4) gemm_tile<4, Vecs, HasTail>(g, m, n, tail);
   for (; m + 2 <= M; m += 2) gemm_tile<2, Vecs, HasTail>(g, m, n, tail);
   for (; m < M; ++m) gemm_tile<1, Vecs, HasTail>(g, m, n, tail);
@@ -157,9 +177,9 @@ inline void gemm_columns(const GemmArgs<Unit, B>& g, int M, int n, int tail) {
 template <class Unit, class B = Unit>
 inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, const B* b, int64_t ldb,
                  typename Product<Unit>::Acc* c, int64_t ldc, Start start,
-                 const typename Product<Unit>::Acc* scale = nullptr, PlaneStrides plane = {}) {
+                 const typename Product<Unit>::Acc* scale = nullptr, PlaneStrides plane = {}, const Ahead& ahead = {}) {
   constexpr int L = Vec<typename Product<Unit>::Acc>::lanes;
-  GemmArgs<Unit, B> g{K, a, am, ak, b, ldb, c, ldc, start, scale, plane};
+  GemmArgs<Unit, B> g{K, a, am, ak, b, ldb, c, ldc, start, scale, plane, ahead};
 #ifdef MHA_HAS_AMX
   if constexpr (kPlanes<Unit> > 1) return gemm_amx(g, M, N);
   if constexpr (kPairs<Unit>) {

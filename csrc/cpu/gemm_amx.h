@@ -114,6 +114,7 @@ inline void gemm_amx(const GemmArgs<Pairs<Planes>>& given, int M, int N) {
   }
   for (int n = 0; n < N; n += 2 * kAmx) {
     for (int m = 0; m < M; m += 2 * kAmx) {
+      if (n == 0) g.ahead.fetch_share(m, std::min(m + 2 * kAmx, M), M);
       const bool down = M - m > kAmx, across = N - n > kAmx;
       const auto block = down ? (across ? amx_block<Planes, 2, 2> : amx_block<Planes, 2, 1>)
                               : (across ? amx_block<Planes, 1, 2> : amx_block<Planes, 1, 1>);

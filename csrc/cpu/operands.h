@@ -4,6 +4,7 @@
 
 #include "gemm.h"
 #include "pack.h"
+#include "tile_mask.h"
 
 MHA_ISA_BEGIN
 
@@ -33,9 +34,9 @@ template <class Unit>
 constexpr bool kAmxUnit = false;
 #endif
 
-// Keys of a strip, and what its rows are a multiple of (tile_mask.h). Pairs of 32 fill a row of AMX's tiles.
+// Strips of a tile: 32 fill a row of AMX's tiles, as pairs.
 template <class Unit>
-constexpr int kStrip = kAmxUnit<Unit> ? 32 : 16;
+using Strips = TileStrips<kAmxUnit<Unit> ? 32 : 16>;
 
 // Units from one row of A to the next, as columns_operand lays it out for AMX: whole tiles, and not a power of two of
 // them, so that the rows of a tile don't share a few sets of the first-level cache.

@@ -2,6 +2,7 @@
 // cap, bias, mask. Forward and backward share it.
 #pragma once
 
+#include "gemm.h"
 #include "math.h"
 #include "pack.h"
 #include "tile_mask.h"
@@ -58,6 +59,13 @@ inline void load_bias(T* bias, int64_t ld, const S* src, const int64_t* stride, 
       for (int r = block.rows; r < lanes; ++r) bias[r] = T(0);
     }
   }
+}
+
+// The part of a bias, or of its gradient, that a tile meets, where it lies in rows of its own.
+inline Ahead bias_ahead(const Tensor4& bias, DType type, const RowBlock& block, int64_t first, int keys) {
+  if (!bias.data || bias.stride[3] != 1 || block.head[0] != block.head[block.rows - 1]) return {};
+  const int64_t size = int64_t(size_of(type)), at = block.b * bias.stride[0] + block.offset(bias.stride, 0) + first;
+  return {element(bias.data, type, at), bias.stride[2] * size, keys * size, block.rows};
 }
 
 // Raw products to scores, in place; rule.raw is false. bias may be null; lanes is a multiple of the vector length.

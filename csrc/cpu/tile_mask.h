@@ -69,25 +69,29 @@ struct TileMask {
   }
 };
 
-// The part of a tile that has products to make: the keys first .. first + keys, seen by some of the rows begin .. end
-// (whole vectors), row intervals being asked alone.
+// A part of a tile: the keys first .. first + keys, the rows begin .. end (whole vectors).
 struct Strip {
   int first, keys, begin, end;
 };
 
-// A tile in strips of kSize keys and more: under a causal mask, those along the diagonal make 10 products of 16.
+// A tile cut along its keys, and along its rows, where it hides whole corners: along a causal diagonal, 10 products of
+// 16 are made. A sum over keys is made for runs of rows, one over rows for runs of keys, and so in one piece: it has
+// the bits that it has with all the zeros that are left out.
 template <int kSize>
 struct TileStrips {
-  int count = 0;
-  Strip strip[kMaxKeys / kSize];
+  int key_runs = 0, row_runs = 0;
+  Strip by_keys[kMaxKeys / kSize];  // each with the rows that see some of its keys; keys that nobody sees are in none
+  Strip by_rows[kMaxRows / kSize];  // all rows, each with the keys that some of its rows see, or none
 
-  void take_whole(int lanes, int keys) { count = 1, strip[0] = {0, keys, 0, lanes}; }
-  // Whether one strip has all lanes.
-  bool has_lanes(int lanes) const { return count == 1 && strip[0].begin == 0 && strip[0].end == lanes; }
+  void take_whole(int lanes, int keys) {
+    key_runs = row_runs = 1;
+    by_keys[0] = by_rows[0] = {0, keys, 0, lanes};
+  }
 
+  // Where mask says that pairs are hidden; of that, the intervals alone.
   template <class T>
   void take(const TileMask<T>& mask, int lanes, int keys) {
-    count = 0;
+    key_runs = row_runs = 0;
     for (int first = 0; first < keys; first += kSize) {
       Strip next{first, std::min(kSize, keys - first), lanes, 0};
       for (int r = 0; r < lanes; ++r) {
@@ -96,18 +100,36 @@ struct TileStrips {
         next.end = std::min(lanes, (r / kSize + 1) * kSize);
       }
       if (next.begin >= next.end) continue;
-      Strip* last = count > 0 ? &strip[count - 1] : nullptr;
-      const bool goes_on = last && last->first + last->keys == first && last->begin == next.begin;
-      if (goes_on && last->end == next.end)
+      Strip* last = key_runs > 0 ? &by_keys[key_runs - 1] : nullptr;
+      if (last && last->first + last->keys == first && last->begin == next.begin && last->end == next.end)
         last->keys += next.keys;
       else
-        strip[count++] = next;
+        by_keys[key_runs++] = next;
+    }
+    for (int begin = 0; begin < lanes; begin += kSize) {
+      int first = keys, end = 0;
+      const int last_row = std::min(lanes, begin + kSize);
+      for (int r = begin; r < last_row; ++r) {
+        if (mask.lo[r] >= mask.hi[r]) continue;
+        first = std::min(first, int(mask.lo[r]) / kSize * kSize);
+        end = std::max(end, int(mask.hi[r]));
+      }
+      const Strip next{end > 0 ? first : 0, end > 0 ? end - first : 0, begin, last_row};
+      Strip* last = row_runs > 0 ? &by_rows[row_runs - 1] : nullptr;
+      if (last && last->first == next.first && last->keys == next.keys)
+        last->end = next.end;
+      else
+        by_rows[row_runs++] = next;
     }
   }
 
   template <class F>
-  MHA_INLINE void for_each(F f) const {
-    for (int n = 0; n < count; ++n) f(strip[n]);
+  MHA_INLINE void for_each_by_keys(F f) const {
+    for (int n = 0; n < key_runs; ++n) f(by_keys[n]);
+  }
+  template <class F>
+  MHA_INLINE void for_each_by_rows(F f) const {
+    for (int n = 0; n < row_runs; ++n) f(by_rows[n]);
   }
 };
 

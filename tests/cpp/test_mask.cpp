@@ -59,16 +59,20 @@ Case random_case(Random& random) {
   return c;
 }
 
-// How many pairs the strips of a tile hold; -1 if one that is visible is in none, or any is in two.
+// How many pairs the strips of a tile hold, along keys or rows; -1 if one that is visible is in none, or any is in two.
 template <int kSize>
-int pairs_in_strips(const TileMask<float>& mask, int lanes, int keys) {
+int pairs_in_strips(const TileMask<float>& mask, int lanes, int keys, bool by_keys) {
   TileStrips<kSize> strips;
   strips.take(mask, lanes, keys);
   std::vector<int> found(size_t(kMaxKeys * kMaxRows));
-  strips.for_each([&](const Strip& s) {
+  int rows = 0;
+  auto mark = [&](const Strip& s) {
+    rows += s.end - s.begin;
     for (int j = s.first; j < s.first + s.keys; ++j)
       for (int r = s.begin; r < s.end; ++r) ++found[size_t(j * kMaxRows + r)];
-  });
+  };
+  by_keys ? strips.for_each_by_keys(mark) : strips.for_each_by_rows(mark);
+  if (!by_keys && rows != lanes) return -1;
   int pairs = 0;
   for (int j = 0; j < kMaxKeys; ++j)
     for (int r = 0; r < kMaxRows; ++r) {
@@ -83,8 +87,10 @@ int pairs_in_strips(const TileMask<float>& mask, int lanes, int keys) {
 void check_strips(Random& random) {
   TileMask<float> mask{};
   for (int r = 0; r < kMaxRows; ++r) mask.hi[r] = float(r + 1);
-  check(pairs_in_strips<16>(mask, 64, 64) == 10 * 16 * 16, "strips along the diagonal");
-  check(pairs_in_strips<32>(mask, 64, 64) == 3 * 32 * 32, "wide strips along the diagonal");
+  for (bool by_keys : {true, false}) {
+    check(pairs_in_strips<16>(mask, 64, 64, by_keys) == 10 * 16 * 16, "strips along the diagonal");
+    check(pairs_in_strips<32>(mask, 64, 64, by_keys) == 3 * 32 * 32, "wide strips along the diagonal");
+  }
   for (int n = 0; n < 2000; ++n) {
     const int keys = 1 + int(random.below(64)), lanes = 4 * (1 + int(random.below(16)));
     for (int r = 0; r < kMaxRows; ++r) {
@@ -92,8 +98,11 @@ void check_strips(Random& random) {
       const bool none = r >= lanes || random.below(3) == 0;
       mask.lo[r] = none ? 0 : float(std::min(a, b)), mask.hi[r] = none ? 0 : float(std::max(a, b));
     }
-    check(pairs_in_strips<16>(mask, lanes, keys) >= 0, "strips of random intervals " + std::to_string(n));
-    check(pairs_in_strips<32>(mask, lanes, keys) >= 0, "wide strips of random intervals " + std::to_string(n));
+    for (bool by_keys : {true, false}) {
+      check(pairs_in_strips<16>(mask, lanes, keys, by_keys) >= 0, "strips of random intervals " + std::to_string(n));
+      check(pairs_in_strips<32>(mask, lanes, keys, by_keys) >= 0,
+            "wide strips of random intervals " + std::to_string(n));
+    }
   }
 }
 
