@@ -36,17 +36,6 @@ MHA_INLINE Vec<T> reduce_block(Vec<T>* x) {
   return even + odd;
 }
 
-// Rows that will be read soon, fetched while others are worked on.
-struct Ahead {
-  const void* first;
-  int64_t stride, bytes;
-  template <bool kToWrite = false>
-  MHA_INLINE void fetch(int row) const {
-    const char* p = static_cast<const char*>(first) + row * stride;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, kToWrite, 2);
-  }
-};
-
 // The rows of a tile, and those that are read after them, fetched while others are worked on. A prefetch that finds the
 // queue of misses full is dropped, so each line is asked for twice, and lines one by one between products: of lines
 // asked for in a row, 14 of 100 are dropped where memory is the limit, and a product that waits for one stops all.
