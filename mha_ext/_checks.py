@@ -41,6 +41,7 @@ def values_known(x: Tensor) -> bool:
 def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.as_tensor(x)
+    dense(x, owner)
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.dim() != dim:
         raise ValueError(
             f"{owner} was given a {name_of(x.dtype)} tensor of shape {text(x.shape)}; it accepts an integer "

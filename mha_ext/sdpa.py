@@ -65,6 +65,7 @@ def _mask_4d(mask: Tensor, B: int, H: int, Sq: int, Sk: int) -> Tensor:
         raise TypeError(
             f"attn_mask is {given}; accepted: a bool tensor (True = attend) or a floating-point one: convert it."
         )
+    _checks.dense(mask, "attn_mask")
     shape, full = mask.shape, (B, H, Sq, Sk)
     if len(shape) == 3 and shape[0] > 1 and shape[0] == B and shape[0] == H:
         raise ValueError(
@@ -81,6 +82,8 @@ def _mask_4d(mask: Tensor, B: int, H: int, Sq: int, Sk: int) -> Tensor:
 
 def _broadcast_batch_and_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expands (without a copy) batch and head dimensions of size 1 as a matrix product would."""
+    for x, name in ((q, "query"), (k, "key"), (v, "value")):
+        _checks.dense(x, name)
     batch = _broadcast_size(q.shape[0], k.shape[0], v.shape[0])
     kv_heads = _broadcast_size(k.shape[1], v.shape[1])
     q = q.expand(batch, kv_heads if q.shape[1] == 1 else -1, -1, -1)
@@ -134,6 +137,8 @@ def _any_rank(
 ) -> Tensor:
     """Leading dimensions become one batch; where there are none, they are added."""
     tensors = (query, key, value)
+    for x, name in zip(tensors, ("query", "key", "value")):
+        _checks.dense(x, name)
     rank = max(x.dim() for x in tensors)
     try:
         lead = torch.broadcast_shapes((1,), *(x.shape[:-3] for x in tensors))

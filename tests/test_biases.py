@@ -218,16 +218,16 @@ def test_parameters_of_other_types_and_decoding():
 
 @pytest.mark.parametrize("Sq,Sk", [(0, 0), (0, 3), (3, 0)])
 def test_sizes_of_zero(Sq, Sk):
-    q, k = torch.randn(1, 2, Sq, 4), torch.randn(1, 2, Sk, 4)
+    q, k = torch.randn(4, 2, Sq, 4), torch.randn(4, 2, Sk, 4)
     slopes, sinks = torch.rand(2).requires_grad_(), torch.randn(2).requires_grad_()
     out, lse = mha_ext.attention(q, k, k, bias=biases.ALiBi(slopes), sinks=sinks, return_lse=True)
-    assert out.shape == q.shape and not out.any() and lse.shape == (1, 2, Sq)
+    assert out.shape == q.shape and not out.any() and lse.shape == (4, 2, Sq)
     for g in torch.autograd.grad(out.sum(), (slopes, sinks)):
         assert not g.any()
     (dsinks,) = torch.autograd.grad(
         mha_ext.attention(q, k, k, sinks=sinks, return_lse=True)[1].sum(), sinks
     )  # each row's lse is the sink
-    assert torch.equal(dsinks, torch.full((2,), float(Sq if Sk == 0 else 0)))
+    assert torch.equal(dsinks, torch.full((2,), float(4 * Sq if Sk == 0 else 0)))
 
 
 # Sinks ----------------------------------------------------------------------------------------------------------------

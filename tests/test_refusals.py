@@ -96,6 +96,10 @@ TAKES = {  # name of the argument: a dense tensor, and the call
     "v": (v, lambda t: mha_ext.attention(q.clone().requires_grad_(), k, t)),
     "q of all three": (q, lambda t: mha_ext.attention(t, t, t)),
     "q of sdpa": (q, lambda t: mha_ext.scaled_dot_product_attention(t, t, t)),
+    "query of sdpa in 3-d": (torch.randn(2, 5, 8), lambda t: mha_ext.scaled_dot_product_attention(t, t, t)),
+    "attn_mask": (torch.ones(5, 7, dtype=torch.bool), lambda t: mha_ext.scaled_dot_product_attention(q, k, v, t, enable_gqa=True)),
+    "Documents": (torch.ones(2, 7, dtype=torch.int64), lambda t: mha_ext.masks.Documents(t)),
+    "cu_seqlens_q": (starts, lambda t: mha_ext.attention_varlen(packed, packed, packed, t, starts)),
     "q of explain": (q, lambda t: mha_ext.explain(t, t, t)),
     "q of varlen": (packed, lambda t: mha_ext.attention_varlen(t, t, t, starts, starts)),
     "qkv": (torch.randn(2, 5, 12, 8), lambda t: mha_ext.attention_qkvpacked(t, 4)),
@@ -136,7 +140,8 @@ def test_layouts(name, layout):
     if name == "q of varlen" and layout == "nested":
         refusal(lambda: call(given), "nested", "cu_seqlens", kind=ValueError)
     else:
-        refusal(lambda: call(given), f"{name.split(' of ')[0].split(' in ')[0]} is a", layout, "accepted:", kind=TypeError)
+        argument = "q" if layout == "nested" and name.startswith("query") else name.split(" of ")[0].split(" in ")[0]
+        refusal(lambda: call(given), f"{argument} is a", layout, "accepted:", kind=TypeError)
 
 
 MASK_SHAPES = {

@@ -76,7 +76,6 @@ class BackwardWorker {
   using T = typename Product<Unit>::Acc;
   static constexpr int L = Vec<T>::lanes;
   static constexpr T kInf = std::numeric_limits<T>::infinity();
-  static constexpr DType kAccumulate = std::is_same_v<T, double> ? DType::f64 : DType::f32;
 
  public:
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
@@ -110,7 +109,8 @@ class BackwardWorker {
 
   void run_head(int64_t h) {
     const int blocks = int(ceil_div(p_.Sq, kMaxRows));
-    const int64_t diagonals = p_.dbias.data && p_.bias_relative ? p_.Sq + last_key_ - first_key_ - 1 : 0;
+    const bool relative = p_.dbias.data && p_.bias_relative && p_.Sq > 0 && first_key_ < last_key_;
+    const int64_t diagonals = relative ? p_.Sq + last_key_ - first_key_ - 1 : 0;
     std::fill_n(s_.diagonals, diagonals, 0.0);
     for (int n = 0; n < blocks; ++n) load_queries(h, n);
     for (int64_t first = first_key_; first < last_key_; first += kPassTiles * kMaxKeys) {
@@ -188,14 +188,17 @@ class BackwardWorker {
     else
       strips_.take_whole(lanes, keys);
     const Ahead bias = bias_ahead(p_.bias, p_.bias_dtype, block.rows, first_key, keys);
-    Ahead dbias = bias_ahead(dbias_, kAccumulate, block.rows, first_key, keys);
+    Ahead dbias = bias_ahead(dbias_, accumulate_type(p_.dtype), block.rows, first_key, keys);
     dbias.to_write = true;
+    const int first = strips_.by_keys[0].first;  // whose products fetch for the whole tile
     strips_.for_each_by_keys([&](const Strip& t) {
       const int at = t.first * kMaxRows + t.begin, width = t.end - t.begin;
       gemm<Unit>(t.keys, width, units<Unit>(D), k.k.a + t.first * k.k.am, k.k.am, k.k.ak, q.q_lanes + t.begin, kMaxRows,
-                 s_.tile.s + at, kMaxRows, Start::zero, nullptr, {k.k.plane, q_plane(), true}, bias);
+                 s_.tile.s + at, kMaxRows, Start::zero, nullptr, {k.k.plane, q_plane(), true},
+                 t.first == first ? bias : Ahead());
       gemm<Unit>(t.keys, width, units<Unit>(Dv), k.v.a + t.first * k.v.am, k.v.am, k.v.ak, q.dout_lanes + t.begin,
-                 kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()}, dbias);
+                 kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()},
+                 t.first == first ? dbias : Ahead());
     });
     if constexpr (kPlanes<Unit> > 1) {
       if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);

@@ -29,7 +29,7 @@ struct ForwardBlock {
   bool few = false;       // few rows: head elements in lanes, not rows
   bool finite_q = false;  // known of more planes than one
   ProductState<Unit> products;
-  Strips<Unit> strips;  // of the tile; not of few rows
+  Strips<Unit> strips;  // of the tile; few rows have but one
   Ahead next_queries, own_out;
   int ahead_row = kMaxRows, ahead_step = 0;
 
@@ -58,14 +58,15 @@ struct ForwardBlock {
     next_queries = rows_at(p.q, next.b, next.first_head, next.first, p.D);
     own_out = rows_at(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
     own_out.to_write = true;
+    next_queries.rows = next.rows, own_out.rows = s.block->rows;
     const int64_t tiles = (s.block->any_end - s.block->any_begin + kMaxKeys - 1) / kMaxKeys;
     ahead_row = 0;
     ahead_step = int((kMaxRows - 1) / max64(1, tiles * (lanes / L)) + 1);
   }
   void fetch_ahead() {
     for (int n = 0; n < ahead_step && ahead_row < kMaxRows; ++n, ++ahead_row) {
-      next_queries.fetch(ahead_row);
-      own_out.fetch(ahead_row);
+      if (ahead_row < next_queries.rows) next_queries.fetch(ahead_row);
+      if (ahead_row < own_out.rows) own_out.fetch(ahead_row);
     }
   }
 
@@ -196,7 +197,8 @@ struct ForwardBlock {
     strips.for_each_by_keys([&](const Strip& t) {
       gemm<Unit>(t.keys, t.end - t.begin, n, key.a + t.first * key.am, key.am, key.ak, s.q + t.begin, kMaxRows,
                  s.score + t.first * kMaxRows + t.begin, kMaxRows, Start::zero, nullptr,
-                 {key.plane, n * kMaxRows, true}, bias);  // an error here is multiplied by the scale, in lse as it is
+                 {key.plane, n * kMaxRows, true},  // an error here is multiplied by the scale, in lse as it is
+                 t.first == strips.by_keys[0].first ? bias : Ahead());
     });
     if constexpr (kPlanar) {
       const void* k = kv.key(first_key);
@@ -223,7 +225,7 @@ struct ForwardBlock {
   TileKind compute_scores(int64_t first_key, int keys) {
     TileKind kind = classify(s.mask, p.mask, *s.block, first_key, keys);
     if (kind == TileKind::none) return kind;
-    if (kind == TileKind::some)
+    if (kind == TileKind::some && !few)
       strips.take(*s.mask, lanes, keys);
     else
       strips.take_whole(lanes, keys);

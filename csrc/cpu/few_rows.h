@@ -36,9 +36,9 @@ MHA_INLINE Vec<T> reduce_block(Vec<T>* x) {
   return even + odd;
 }
 
-// The rows of a tile, and those that are read after them, fetched while others are worked on. A prefetch that finds the
-// queue of misses full is dropped, so each line is asked for twice, and lines one by one between products: of lines
-// asked for in a row, 14 of 100 are dropped where memory is the limit, and a product that waits for one stops all.
+// The rows of a tile, and those that are read after them, fetched while others are worked on. Each line is
+// asked for twice, and lines one by one between products: of lines asked for in a row, 14 of 100 had not come long
+// after where memory is the limit (the queue of misses is full, probably), and a product that waits for one stops all.
 class ReadAhead {
  public:
   ReadAhead(const Ahead& now, int keys, const void* next, int64_t next_stride)

@@ -77,7 +77,7 @@ struct Ahead {
     const char* p = static_cast<const char*>(first) + row * stride;
     for (int64_t i = 0; i < bytes; i += 64) to_write ? __builtin_prefetch(p + i, 1) : __builtin_prefetch(p + i, 0, 2);
   }
-  // The rows' share of the steps first .. last of `steps`.
+  // The rows' share of the steps first .. last of `steps`. (A product leaves its last few out.)
   MHA_INLINE void fetch_share(int first_step, int last_step, int steps) const {
     for (int row = first_step * rows / steps; row < last_step * rows / steps; ++row) fetch(row);
   }

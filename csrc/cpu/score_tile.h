@@ -63,7 +63,8 @@ inline void load_bias(T* bias, int64_t ld, const S* src, const int64_t* stride, 
 
 // The part of a bias, or of its gradient, that a tile meets, where it lies in rows of its own.
 inline Ahead bias_ahead(const Tensor4& bias, DType type, const RowBlock& block, int64_t first, int keys) {
-  if (!bias.data || bias.stride[3] != 1 || block.head[0] != block.head[block.rows - 1]) return {};
+  if (!bias.data || bias.stride[3] != 1 || bias.stride[2] < keys || block.head[0] != block.head[block.rows - 1])
+    return {};
   const int64_t size = int64_t(size_of(type)), at = block.b * bias.stride[0] + block.offset(bias.stride, 0) + first;
   return {element(bias.data, type, at), bias.stride[2] * size, keys * size, block.rows};
 }

@@ -84,12 +84,40 @@ void test_bias_broadcasts() {
   }
 }
 
+// No queries or no keys, but a gradient of a relative bias in more than one part: nothing is written beside the
+// workspace. (What is added would be 0, which shows in -0.)
+void test_relative_bias_of_nothing() {
+  for (auto [Sq, Sk] : {std::pair<int64_t, int64_t>(100, 0), {0, 100}, {0, 0}}) {
+    mha::AttentionBackward p;
+    p.B = 4, p.H = p.Hk = 2, p.Sq = Sq, p.Sk = Sk, p.D = p.Dv = 8, p.rows_stride_b = 2 * Sq, p.rows_stride_h = Sq;
+    std::vector<float> rows(size_t(p.B * p.H * (Sq + Sk) * 8)), lse(size_t(p.B * p.H * Sq)), bias(size_t(Sq + Sk));
+    for (mha::Tensor4* x : {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv}) {
+      const int64_t length = x == &p.k || x == &p.v || x == &p.dk || x == &p.dv ? Sk : Sq;
+      *x = {rows.data(), {2 * length * 8, length * 8, 8, 1}};
+    }
+    p.lse = lse.data();
+    p.bias = p.dbias = {bias.data() + std::max<int64_t>(0, Sq - 1), {0, 0, -1, 1}};
+    p.bias_relative = true;
+    for (const mha::cpu::Kernels* kernels : every_isa()) {
+      constexpr size_t kBefore = 256;
+      std::vector<float> memory(2 * kBefore + kernels->attention_bwd_workspace(p, 1) / sizeof(float) + 16, -0.0f);
+      char* workspace = reinterpret_cast<char*>(memory.data() + kBefore);
+      workspace += (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
+      kernels->attention_bwd(p, threads(1), workspace);
+      const bool untouched =
+          std::all_of(memory.begin(), memory.begin() + kBefore, [](float x) { return std::signbit(x); });
+      if (!untouched) fail(Case{}, kernels->isa, "a relative bias of nothing writes in front of its workspace");
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int random_cases = argc > 1 ? std::atoi(argv[1]) : 200;
   test_sizes();
   test_bias_broadcasts();
+  test_relative_bias_of_nothing();
   Random r{argc > 2 ? uint64_t(std::atoll(argv[2])) : 7};
   for (int n = 0; n < random_cases; ++n) test(random_case(r));
   std::printf(failures ? "%d cases failed\n" : "attention_bwd: all cases passed\n", failures);
