@@ -113,8 +113,8 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
     if q.is_nested or k.is_nested or v.is_nested:  # shapes are asked for below; the op refuses other layouts
-        for x, name in zip((q, k, v), "qkv"):
-            _checks.dense(x, name)
+        for tensor, argument in zip((q, k, v), "qkv"):
+            _checks.dense(tensor, argument)
     shapes = f"q, k, v have shapes {_checks.text(q.shape)}, {_checks.text(k.shape)}, {_checks.text(v.shape)}"
     paged = block_table is not None
     accepted = "[pages,Hk,page_size,D], [pages,Hk,page_size,Dv]" if paged else "[B,Hk,Sk,D], [B,Hk,Sk,Dv]"
