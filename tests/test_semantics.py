@@ -149,6 +149,26 @@ def test_visible_nan_is_not_swallowed(device):
     assert out[0, 0, 5].isnan().all() and not out[0, 0, 6].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(49, 0)], ids=["none", "causal", "window"])
+@pytest.mark.parametrize("what", ["first keys", "middle key", "value"])
+def test_visible_nan_stays_in_long_rows(what, mask, dtype, device):
+    """However many keys come after: a kernel that keeps running sums must not forget. Other rows keep every bit."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 40, dtype=dtype).to(device) for _ in range(3))
+    before, lse_before = mha_ext.attention(q, k, v, mask=mask, return_lse=True)
+    key = {"first keys": 5, "middle key": 150, "value": 7}[what]
+    (v if what == "value" else k)[:, :, key] = torch.nan
+    out, lse = mha_ext.attention(q, k, v, mask=mask, return_lse=True)
+    i, seen = torch.arange(300, device=device), torch.ones(300, dtype=torch.bool, device=device)
+    if mask is not None:
+        seen = i >= key
+    if isinstance(mask, masks.Window):
+        seen &= i < key + 50
+    assert out[:, :, seen].isnan().all()
+    assert torch.equal(out[:, :, ~seen], before[:, :, ~seen]) and torch.equal(lse[:, :, ~seen], lse_before[:, :, ~seen])
+
+
 # bool mask polarity ---------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,11 @@ template <int Tile>
 MHA_INLINE void amx_load(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(Tile), "r"(rows), "r"(stride) : "memory");
 }
+// The same, without a place in the first-level cache for what is not there.
+template <int Tile>
+MHA_INLINE void amx_stream(const void* rows, int64_t stride) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" : : "i"(Tile), "r"(rows), "r"(stride) : "memory");
+}
 template <int Tile>
 MHA_INLINE void amx_store(void* rows, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(Tile), "r"(rows), "r"(stride) : "memory");

@@ -14,24 +14,13 @@
 #include "attention_bwd_tile.h"
 #include "finite_rows.h"
 #include "gemm.h"
+#ifdef MHA_HAS_AMX
+#include "attention_bwd_amx.h"
+#endif
 #include "parallel.h"
 #include "sequence.h"
 
 MHA_ISA_BEGIN
-
-// Sums of which a task writes one part, [part][output contiguous]. Empty where tasks write the outputs themselves.
-template <class T>
-struct BackwardParts {
-  T *dq, *dk, *dv;  // parts: chunks, splits, splits
-  T* dbias;         // parts - 1: the first part is dbias itself
-
-  BackwardParts(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
-    dq = arena.take<T>(plan.chunks > 1 ? plan.chunks * p.B * p.H * p.Sq * p.D : 0);
-    dk = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.D : 0);
-    dv = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.Dv : 0);
-    dbias = arena.take<T>((plan.parts - 1) * plan.bias_elements);
-  }
-};
 
 // What one thread works in.
 template <class Unit>
@@ -76,7 +65,6 @@ template <class Unit, int Degree>
 class BackwardWorker {
   using T = typename Product<Unit>::Acc;
   static constexpr int L = Vec<T>::lanes;
-  static constexpr T kInf = std::numeric_limits<T>::infinity();
 
  public:
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
@@ -150,34 +138,18 @@ class BackwardWorker {
     to.q_lanes = q.q_lanes + planes * q_plane();
     to.dout_lanes = q.dout_lanes + planes * dout_plane();
     to.q_rows = load_rows(p_.q, p_.dtype, block.rows, int(D), const_cast<Unit*>(to.q_lanes),
-                          q.q_rows + planes * units<Unit>(kMaxRows) * D);
+                          q.q_rows + planes * units<Unit>(kMaxRows) * D, copies_rows<Unit>(p_));
     to.dout_rows = load_rows(p_.dout, p_.dtype, block.rows, int(Dv), const_cast<Unit*>(to.dout_lanes),
-                             q.dout_rows + planes * units<Unit>(kMaxRows) * Dv);
-    block.finite =
-        rows_finite<T>(p_.q, p_.dtype, block.rows, int(D)) && rows_finite<T>(p_.dout, p_.dtype, block.rows, int(Dv));
-    row_dots(p_, block.rows, block.delta);
-    load_statistics(block, b_ * p_.rows_stride_b + h * p_.rows_stride_h + first);
-  }
-
-  void load_statistics(QueryBlock<T>& block, int64_t first_row) {
-    const T* lse = static_cast<const T*>(p_.lse) + first_row;
-    const T* lse_rest = p_.lse_rest ? static_cast<const T*>(p_.lse_rest) + first_row : nullptr;
-    const T* dlse = p_.dlse ? static_cast<const T*>(p_.dlse) + first_row : nullptr;
-    for (int r = 0; r < kMaxRows; ++r) {
-      if (r < block.rows.rows && lse[r] != -kInf) {
-        block.lse[r] = lse[r];
-        block.lse_rest[r] = lse_rest ? lse_rest[r] : T(0);
-        if (dlse) block.delta[r] -= dlse[r];
-        continue;
-      }
-      // No such row, or one that sees nothing, be it that all its scores are -inf: no tile counts as visible to all
-      // rows, and the test per lane finds an empty interval.
-      block.lse[r] = kInf;
-      block.lse_rest[r] = T(0);
-      block.delta[r] = T(0);
-      if (r < block.rows.rows) block.rows.begin[r] = block.rows.end[r] = 0;
-      block.rows.all_end = 0;
+                             q.dout_rows + planes * units<Unit>(kMaxRows) * Dv, copies_rows<Unit>(p_));
+    if constexpr (kPairs<Unit>) {
+      block.finite =
+          rows_finite<T>(p_.q, p_.dtype, block.rows, int(D)) && rows_finite<T>(p_.dout, p_.dtype, block.rows, int(Dv));
+    } else {
+      block.finite = all_finite<T>(to.q_rows.b, to.q_rows.ld, rows, int(D)) &&
+                     all_finite<T>(to.dout_rows.b, to.dout_rows.ld, rows, int(Dv));
     }
+    row_dots(p_, block.rows, block.delta);
+    load_statistics(block, p_, b_ * p_.rows_stride_b + h * p_.rows_stride_h + first);
   }
 
   void run_tile(int n, const KeyOperands<Unit>& k, const TileMask<T>* mask, int64_t first_key, int keys) {
@@ -304,7 +276,9 @@ class BackwardWorker {
     with_storage<T>(p_.dtype, [&](auto* s) {
       using S = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
       S* to = static_cast<S*>(out.data) + b_ * out.stride[0] + hk_ * out.stride[1] + first_key_ * out.stride[2];
+      const Ahead rows{to, out.stride[2] * int64_t(sizeof(S)), cols * int64_t(sizeof(S)), int(keys), true};
       for (int64_t j = 0; j < keys; ++j, to += out.stride[2], sum += cols) {
+        if (j + kWriteAhead < keys) rows.fetch(int(j + kWriteAhead));
         for (int64_t c = 0; c < cols; c += L) {
           const int lanes = int(min64(L, cols - c));
           store_n(to + c, load_n(sum + c, lanes) * set1(scale), lanes);
@@ -324,13 +298,26 @@ class BackwardWorker {
   int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;
 };
 
-template <class Unit>
+// Calls f.operator()<Worker, its scratch>().
+template <class Unit, int Degree, class F>
+void with_worker([[maybe_unused]] const AttentionBackward& p, F f) {
+#ifdef MHA_HAS_AMX
+  if constexpr (kPairs<Unit>) {
+    constexpr int N = kPlanes<Unit>;
+    if (plain_scores(p) && p.D > 0 && p.Dv > 0)
+      return f.template operator()<AmxBackwardWorker<N>, AmxBackwardScratch<N>>();
+  }
+#endif
+  f.template operator()<BackwardWorker<Unit, Degree>, BackwardScratch<Unit>>();
+}
+
+template <class Unit, int Degree>
 std::size_t backward_workspace(const AttentionBackward& p, int threads) {
   using T = typename Product<Unit>::Acc;
   const BackwardPlan plan(p);
   Arena shared(nullptr), own(nullptr);
   BackwardParts<T>(shared, p, plan);
-  BackwardScratch<Unit>(own, p, plan);
+  with_worker<Unit, Degree>(p, [&]<class, class Scratch>() { Scratch(own, p, plan); });
   return shared.used() + std::size_t(threads) * own.used();
 }
 
@@ -340,7 +327,7 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
   const BackwardPlan plan(p);
   Arena shared(workspace), own(nullptr);
   const BackwardParts<T> parts(shared, p, plan);
-  BackwardScratch<Unit>(own, p, plan);
+  with_worker<Unit, Degree>(p, [&]<class, class Scratch>() { Scratch(own, p, plan); });
   char* scratch = static_cast<char*>(workspace) + shared.used();
   // Calls f(part of dbias, first element, elements).
   auto for_each_bias_part = [&](auto f) {
@@ -355,7 +342,9 @@ void run_backward(const AttentionBackward& p, const Threads& threads, void* work
   };
   for_each_bias_part([](T* part, int64_t, int64_t n) { std::fill_n(part, n, T(0)); });
   auto run_unit = [&](int64_t n, int thread) {
-    BackwardWorker<Unit, Degree>(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
+    with_worker<Unit, Degree>(p, [&]<class Worker, class>() {
+      Worker(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
+    });
   };
   // Under a causal mask the first keys are seen by the most queries.
   for_each_task(threads, plan.units(), run_unit, plan.chunks > 1 ? Share::dealt : Share::runs);
@@ -392,7 +381,7 @@ inline void attention_bwd(const AttentionBackward& p, const Threads& threads, vo
 }
 
 inline std::size_t sequence_bwd_workspace(const AttentionBackward& p, int threads) {
-  return with_backward_unit(p, [&]<class Unit, int>() { return backward_workspace<Unit>(p, threads); });
+  return with_backward_unit(p, [&]<class Unit, int Degree>() { return backward_workspace<Unit, Degree>(p, threads); });
 }
 
 inline std::size_t attention_bwd_workspace(const AttentionBackward& p, int threads) {

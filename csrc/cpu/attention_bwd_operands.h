@@ -43,10 +43,17 @@ inline bool in_place(DType type) {
   return !kPairs<Unit> && sizeof(Unit) == size_of(type);
 }
 
+// Whether rows that lie apart ([B,S,H,D] in memory) are copied: each is in a page of its own, and they meet in few sets
+// of the caches. That pays where tiles are many.
+template <class Unit>
+inline bool copies_rows(const AttentionProblem& p) {
+  return !kPairs<Unit> && p.Sq >= kCopiedRows && p.Sk >= kCopiedRows;
+}
+
 template <class Unit>
 inline QueryScratch<Unit> take_query_scratch(Arena& arena, const AttentionBackward& p, int64_t blocks) {
   blocks *= kPlanes<Unit>;
-  const int64_t rows = in_place<Unit>(p.dtype) ? 0 : blocks * units<Unit>(kMaxRows);
+  const int64_t rows = !in_place<Unit>(p.dtype) || copies_rows<Unit>(p) ? blocks * units<Unit>(kMaxRows) : 0;
   QueryScratch<Unit> s;
   s.q_lanes = arena.take<Unit>(blocks * units<Unit>(int(p.D)) * kMaxRows);
   s.dout_lanes = arena.take<Unit>(blocks * units<Unit>(int(p.Dv)) * kMaxRows);
@@ -71,12 +78,18 @@ inline const void* first_row(const Tensor4& x, DType type, const RowBlock& block
 
 template <class Unit>
 inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock& block, int cols, Unit* lanes,
-                                   Unit* rows) {
-  int64_t offset[kMaxRows];
-  for (int r = 0; r < block.rows; ++r) offset[r] = r * x.stride[2];
+                                   Unit* rows, bool copy) {
+  int64_t offset[kMaxRows], stride = x.stride[2];
   const void* src = first_row(x, type, block);
+  if constexpr (!kPairs<Unit>) {
+    if (copy && in_place<Unit>(type) && stride != cols) {  // and all that follows reads the copy
+      copy_rows(rows, cols, src, type, stride, block.rows, cols);
+      src = rows, stride = cols;
+    }
+  }
+  for (int r = 0; r < block.rows; ++r) offset[r] = r * stride;
   transposed_operand(lanes, kMaxRows, src, type, offset, block.rows, cols);
-  const Broadcast<Unit> features = columns_operand(src, type, x.stride[2], block.rows, cols, rows, Side::b);
+  const Broadcast<Unit> features = columns_operand(src, type, stride, block.rows, cols, rows, Side::b);
   return {features.a, features.ak, features.plane};
 }
 
@@ -91,10 +104,20 @@ inline void load_keys(KeyOperands<Unit>& to, const AttentionBackward& p, int64_t
   const void* k = element(p.k.data, p.dtype, b * p.k.stride[0] + hk * p.k.stride[1] + first * p.k.stride[2]);
   const void* v = element(p.v.data, p.dtype, b * p.v.stride[0] + hk * p.v.stride[1] + first * p.v.stride[2]);
   to.k_rows = k, to.v_rows = v;
-  to.finite = all_finite<T>(k, p.dtype, p.k.stride[2], keys, int(p.D));
+  if constexpr (kPairs<Unit>) to.finite = all_finite<T>(k, p.dtype, p.k.stride[2], keys, int(p.D));
   if (kPlanes<Unit> > 1) to.finite_v = all_finite<T>(v, p.dtype, p.v.stride[2], keys, int(p.Dv));
-  to.k = rows_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), to.k_scratch);
-  to.v = rows_operand(v, p.dtype, p.v.stride[2], keys, int(p.Dv), to.v_scratch);
+  auto rows_of = [&](const void* rows, int64_t stride, int64_t cols, Unit* scratch) -> Broadcast<Unit> {
+    if constexpr (!kPairs<Unit>) {
+      if (copies_rows<Unit>(p) && stride != cols) {
+        copy_rows(scratch, cols, rows, p.dtype, stride, keys, int(cols));
+        return {scratch, cols, 1};
+      }
+    }
+    return rows_operand(rows, p.dtype, stride, keys, int(cols), scratch);
+  };
+  to.k = rows_of(k, p.k.stride[2], p.D, to.k_scratch);
+  to.v = rows_of(v, p.v.stride[2], p.Dv, to.v_scratch);
+  if constexpr (!kPairs<Unit>) to.finite = all_finite<T>(to.k.a, to.k.am, keys, int(p.D));
   if constexpr (kPairs<Unit>) {
     to.k_features = columns_operand(k, p.dtype, p.k.stride[2], keys, int(p.D), to.k_features_scratch);
   } else {
@@ -119,6 +142,30 @@ inline void row_dots(const AttentionBackward& p, const RowBlock& block, T* delta
       delta[r] = reduce_add(sum);
     }
   });
+}
+
+// lse and dlse of a block, whose first row is first_row; row_dots comes before.
+template <class T>
+inline void load_statistics(QueryBlock<T>& block, const AttentionBackward& p, int64_t first_row) {
+  constexpr T kInf = std::numeric_limits<T>::infinity();
+  const T* lse = static_cast<const T*>(p.lse) + first_row;
+  const T* lse_rest = p.lse_rest ? static_cast<const T*>(p.lse_rest) + first_row : nullptr;
+  const T* dlse = p.dlse ? static_cast<const T*>(p.dlse) + first_row : nullptr;
+  for (int r = 0; r < kMaxRows; ++r) {
+    if (r < block.rows.rows && lse[r] != -kInf) {
+      block.lse[r] = lse[r];
+      block.lse_rest[r] = lse_rest ? lse_rest[r] : T(0);
+      if (dlse) block.delta[r] -= dlse[r];
+      continue;
+    }
+    // No such row, or one that sees nothing, be it that all its scores are -inf: no tile counts as visible to all
+    // rows, and the test per lane finds an empty interval.
+    block.lse[r] = kInf;
+    block.lse_rest[r] = T(0);
+    block.delta[r] = T(0);
+    if (r < block.rows.rows) block.rows.begin[r] = block.rows.end[r] = 0;
+    block.rows.all_end = 0;
+  }
 }
 
 MHA_ISA_END

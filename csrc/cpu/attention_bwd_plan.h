@@ -17,6 +17,9 @@ constexpr int64_t kPartialBytes = int64_t(32) << 20;
 // Key tiles worked on together: each query block that comes from memory meets this many.
 constexpr int kPassTiles = 4;
 
+// Rows that are fetched before one is written.
+constexpr int64_t kWriteAhead = 8;
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A run of tasks that one thread does one after the other, since they add to the same elements of dbias.

@@ -5,6 +5,9 @@
 
 #include "attention_fwd_block.h"
 #include "sequence.h"
+#ifdef MHA_HAS_AMX
+#include "attention_fwd_amx.h"
+#endif
 
 MHA_ISA_BEGIN
 
@@ -35,14 +38,81 @@ inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, v
   });
 }
 
+// Blocks first .. first + count of a list, tile by tile. Each block visits the tiles that it would visit alone, in the
+// same order. Where their tiles begin at different keys, as in a window, one block comes after the other.
+template <class Unit, int Degree>
+inline void run_group(const ForwardSpace<Unit>& space, void* workspace, int thread, int64_t first, int count) {
+  using Block = ForwardBlock<Unit, Degree>;
+  const AttentionForward& p = space.p;
+  alignas(Block) unsigned char memory[kGroup][sizeof(Block)];
+  Block* block[kGroup];
+  int64_t begin = p.Sk, end = 0;
+  bool any[kGroup] = {}, together = true;
+  for (int i = 0; i < count; ++i) {
+    block[i] = new (memory[i]) Block(p, space.plan, space.of_thread(workspace, thread, i));
+    Block& b = *block[i];
+    if (i > 0) b.s.share(block[0]->s);
+    b.set_block(space.plan.place(first + i), 0, p.Sk);
+    if (b.few || b.s.block->any_begin >= b.s.block->any_end) continue;
+    together &= end == 0 || b.s.block->any_begin == begin;
+    begin = min64(begin, b.s.block->any_begin), end = max64(end, b.s.block->any_end);
+  }
+  for (int i = 0; i < count; ++i) {
+    if (together && !block[i]->few)
+      block[i]->load_rows();
+    else
+      block[i]->finish(block[i]->visit_keys(0, p.Sk));
+  }
+  if (!together) return;
+  for (int64_t j = begin; j < end; j += kMaxKeys) {
+    const int keys = int(min64(kMaxKeys, end - j));
+    const bool packed = block[0]->pack_tile(j, keys);
+    for (int i = 0; i < count; ++i) {
+      Block& b = *block[i];
+      const int64_t own_end = b.s.block->any_end;
+      if (b.few || j >= own_end || b.s.block->any_begin >= own_end) continue;
+      b.tile_packed = packed;
+      any[i] = b.visit(j, int(min64(kMaxKeys, own_end - j)), !any[i]) || any[i];
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    if (block[i]->few) continue;
+    block[i]->tile_packed = false;
+    block[i]->in_group = space.plan.heads_per_list == 1;
+    block[i]->finish(any[i]);
+  }
+}
+
 template <class Unit, int Degree>
 inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
   const ForwardSpace<Unit> space(p);
   const ForwardPlan& plan = space.plan;
   const ForwardScratch<Unit>& sizes = space.scratch;
+#ifdef MHA_HAS_AMX
+  if constexpr (kPairs<Unit>) {
+    if (on_tiles(p, plan)) return run_on_tiles<kPlanes<Unit>>(p, plan, threads, workspace);
+  }
+#endif
   if (plan.parts > 1) return run_parts<Unit, Degree>(space, threads, workspace);
   for (int thread = 0; thread < threads.count; ++thread) {
     ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
+  }
+  if constexpr (!kPairs<Unit>) {
+    int64_t size = sizes.grouped ? sizes.group : 0;  // none: there may be no blocks at all
+    auto groups = [&] { return (plan.blocks_per_list + size - 1) / size; };
+    while (size > 1 && plan.lists * groups() < (size > 4 ? 16 : 8) * threads.count) size /= 2;
+    if (size > 1) {
+      size = (plan.blocks_per_list + groups() - 1) / groups();
+      const int64_t per_list = groups();
+      auto first_block = [&](int64_t n) { return n / per_list * plan.blocks_per_list + n % per_list * size; };
+      auto visit_group = [&](int64_t n, int thread) {
+        const int64_t last = min64(first_block(n) + size, (n / per_list + 1) * plan.blocks_per_list);
+        run_group<Unit, Degree>(space, workspace, thread, first_block(n), int(last - first_block(n)));
+      };
+      for_each_task(threads, plan.lists * per_list, visit_group,
+                    plan.lists < threads.count ? Share::dealt : Share::runs);
+      return;
+    }
   }
   // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
   // Where there are fewer than threads, these share lists, whose blocks a causal mask makes unequal.
@@ -60,16 +130,19 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter
-// polynomial does.
+// polynomial does. So do few rows: what is widened on the way is not copied. (And where there is AMX, a product of
+// pairs takes four slots, two of floats two; of values, making pairs takes more than widening.)
 template <class F>
 auto with_forward_unit(const AttentionForward& p, F f) {
   if (p.dtype == DType::f64) return f.template operator()<double, 5>();
   if (p.dtype == DType::f32) return f.template operator()<float, 5>();
+  [[maybe_unused]] const bool few = ForwardPlan(p).rows_per_list <= kFewRows;
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16) return f.template operator()<Pair, 4>();
+  if (p.dtype == DType::bf16 && !(few && (kAmxUnit<Pair> || p.store.quantised)))
+    return f.template operator()<Pair, 4>();
 #endif
 #ifdef MHA_HAS_AMX
-  if (ForwardPlan(p).rows_per_list > kFewRows) return f.template operator()<Pairs<2>, 4>();
+  if (!few) return f.template operator()<Pairs<2>, 4>();
 #endif
   return f.template operator()<float, 4>();
 }
@@ -81,7 +154,15 @@ inline void attention_fwd(const AttentionForward& p, const Threads& threads, voi
 }
 
 inline std::size_t sequence_fwd_workspace(const AttentionForward& p, int threads) {
-  return with_forward_unit(p, [&]<class Unit, int>() { return ForwardSpace<Unit>(p).bytes(threads); });
+  return with_forward_unit(p, [&]<class Unit, int>() {
+#ifdef MHA_HAS_AMX
+    if constexpr (kPairs<Unit>) {
+      const ForwardPlan plan(p);
+      if (on_tiles(p, plan)) return workspace_on_tiles<kPlanes<Unit>>(p, plan, threads);
+    }
+#endif
+    return ForwardSpace<Unit>(p).bytes(threads);
+  });
 }
 
 inline std::size_t attention_fwd_workspace(const AttentionForward& p, int threads) {

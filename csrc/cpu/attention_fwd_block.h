@@ -29,7 +29,9 @@ struct ForwardBlock {
   bool few = false;       // few rows: head elements in lanes, not rows
   bool finite_q = false;  // known of more planes than one
   ProductState<Unit> products;
-  Strips<Unit> strips;  // of the tile; few rows have but one
+  Strips<Unit> strips;       // of the tile; few rows have but one
+  bool in_group = false;     // of one head
+  bool tile_packed = false;  // s.k and s.v hold the tile
   Ahead next_queries, own_out;
   int ahead_row = kMaxRows, ahead_step = 0;
 
@@ -40,23 +42,22 @@ struct ForwardBlock {
   bool set_block(const ForwardPlan::Place& at, int64_t first_key, int64_t last_key) {
     set_rows(s.block, p.mask, at.b, at.first_head, at.first, at.rows, p.Sq, p.Sk);
     lanes = round_up(at.rows, L);
-    few = !kPlanar && at.rows <= kFewRows &&
-          !(kAmxUnit<Unit> && s.whole_head);  // AMX packs heads for blocks that are not few
+    few = !kAmxUnit<Unit> && at.rows <= kFewRows;  // with AMX, few rows alone are floats; else a list's last
     kv = StoredHead(p, at.b, at.first_head / (p.H / p.Hk));
     if (p.store.quantised) rule = ScoreRule<T>(p, kv.k_scale);
     return max64(s.block->any_begin, first_key) < min64(s.block->any_end, last_key);
   }
 
+  Ahead rows_in_memory(const Tensor4& x, int64_t b, int64_t head, int64_t row, int64_t cols) const {
+    const int64_t size = int64_t(size_of(p.dtype)), first = b * x.stride[0] + head * x.stride[1] + row * x.stride[2];
+    return {element(x.data, p.dtype, first), x.stride[2] * size, cols * size};
+  }
+
   // What load_rows reads for the next block, and what store_rows writes for this one, is fetched during this one's
   // softmaxes, a few rows at a time, as memory is idle then. A list is of one head.
   void look_ahead(const ForwardPlan::Place& next) {
-    const int64_t size = int64_t(size_of(p.dtype));
-    auto rows_at = [&](const Tensor4& x, int64_t b, int64_t head, int64_t row, int64_t cols) {
-      const int64_t first = b * x.stride[0] + head * x.stride[1] + row * x.stride[2];
-      return Ahead{element(x.data, p.dtype, first), x.stride[2] * size, cols * size};
-    };
-    next_queries = rows_at(p.q, next.b, next.first_head, next.first, p.D);
-    own_out = rows_at(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
+    next_queries = rows_in_memory(p.q, next.b, next.first_head, next.first, p.D);
+    own_out = rows_in_memory(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
     own_out.to_write = true;
     next_queries.rows = next.rows, own_out.rows = s.block->rows;
     const int64_t tiles = (s.block->any_end - s.block->any_begin + kMaxKeys - 1) / kMaxKeys;
@@ -87,6 +88,14 @@ struct ForwardBlock {
     return !first;
   }
 
+  // Copies a tile, for all blocks of a group, where it is not an operand as it lies. Returns whether it did.
+  bool pack_tile(int64_t first_key, int keys) {
+    if (sizeof(Unit) == size_of(kv.type) && p.k.stride[2] == p.D && p.v.stride[2] == p.Dv) return false;
+    copy_rows(s.k, p.D, kv.key(first_key), kv.type, p.k.stride[2], keys, int(p.D));
+    copy_rows(s.v, p.Dv, kv.value(first_key), kv.type, p.v.stride[2], keys, int(p.Dv));
+    return true;
+  }
+
   void finish(bool any) {
     if (!any) std::fill_n(s.out, p.Dv * (few ? s.block->rows : kMaxRows), T(0));
     store_rows();
@@ -109,6 +118,7 @@ struct ForwardBlock {
       const Broadcast<Unit>& whole = s.packed->k;
       return {whole.a + first_key * whole.am, whole.am, whole.ak, whole.plane};
     }
+    if (tile_packed) return {s.k, p.D, 1};
     const void* k = kv.key(first_key);
     if constexpr (kPairs<Unit>) {  // few rows read each key once: no copy, wherever its rows lie
       if (few && kv.type == DType::bf16 && p.D % 2 == 0 && p.k.stride[2] % 2 == 0)
@@ -125,6 +135,8 @@ struct ForwardBlock {
       if (!few || s.whole_head) return false;
       if (kv.type == DType::f16) return f(static_cast<const f16*>(rows)), true;
       if (kv.type == DType::bf16) return f(static_cast<const bf16*>(rows)), true;
+      if (kv.type == DType::i8) return f(static_cast<const int8_t*>(rows)), true;
+      if (kv.type == DType::e4m3) return f(static_cast<const e4m3*>(rows)), true;
     }
     return false;
   }
@@ -154,6 +166,7 @@ struct ForwardBlock {
       const Broadcast<Unit>& whole = s.packed->v;
       return {whole.a + first_key / kUnitK<Unit> * whole.ak, whole.am, whole.ak, whole.plane};
     }
+    if (tile_packed) return {s.v, 1, p.Dv};
     return columns_operand(v, kv.type, p.v.stride[2], keys, int(p.Dv), s.v, value_side());
   }
 
@@ -247,7 +260,12 @@ struct ForwardBlock {
   bool finite_values(const void* v, int keys, TileKind kind) {
     const bool whole_head = kPlanar && s.whole_head && s.packed->finite_v;
     if (whole_head || (!kPlanar && kind == TileKind::all)) return true;
-    const bool finite = all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv));
+    bool finite;
+    if constexpr (!kPairs<Unit>)
+      finite = tile_packed ? all_finite<T>(s.v, p.Dv, keys, int(p.Dv))
+                           : all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv));
+    else
+      finite = all_finite<T>(v, kv.type, p.v.stride[2], keys, int(p.Dv));
     if (!finite && kind == TileKind::all) s.mask->show_all(s.block->rows, keys);
     return finite;
   }
@@ -267,7 +285,8 @@ struct ForwardBlock {
     auto add_few = [&](const auto* rows, int64_t stride) {
       const ReadAhead ahead(values_in_memory(first_key), keys, kv.likely_key(first_key + keys),
                             keys_in_memory(first_key).stride);
-      few_values<Unit>(weight, rows, stride, keys, s.out, int(p.Dv), s.block->rows, !first, ahead);
+      few_values<Unit>(weight, rows, stride, keys, s.out, int(p.Dv), s.block->rows, !first, p.store.quantised ? 32 : 16,
+                       ahead);
     };
     if constexpr (!kPlanar) {
       if (few && moved && !first) few_rescale(s.out, int(p.Dv), s.rescale, s.block->rows);
@@ -303,12 +322,14 @@ struct ForwardBlock {
       fetch_ahead();
       T* const score = s.score + r;
       const V old_max = load(s.row_max + r);
-      V tops[4] = {old_max, lowest, lowest, lowest};  // that many, as each waits for itself
+      V tops[8];  // that many, as each waits for itself
+      repeat<8>([&](int i) MHA_INLINE_LAMBDA { tops[i] = i == 0 ? old_max : lowest; });
       int n = 0;
-      for (; n + 4 <= keys; n += 4) {
-        repeat<4>([&](int i) MHA_INLINE_LAMBDA { tops[i] = max(load(score + (n + i) * kMaxRows), tops[i]); });
+      for (; n + 8 <= keys; n += 8) {
+        repeat<8>([&](int i) MHA_INLINE_LAMBDA { tops[i] = max(load(score + (n + i) * kMaxRows), tops[i]); });
       }
       for (; n < keys; ++n) tops[0] = max(load(score + n * kMaxRows), tops[0]);
+      repeat<4>([&](int i) MHA_INLINE_LAMBDA { tops[i] = max(tops[i], tops[i + 4]); });
       const V top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
       // A lane that has seen nothing keeps -inf; subtracting 0 then gives weights of 0, not NaN.
       V base = select(equal(top, lowest), set1(T(0)), top);
@@ -391,6 +412,11 @@ struct ForwardBlock {
 
   void store_rows() {
     const V zero = set1(T(0));
+    if (in_group) {
+      Ahead rows = rows_in_memory(p.out, s.block->b, s.block->head[0], s.block->query[0], p.Dv);
+      rows.to_write = true;
+      for (int r = 0; r < s.block->rows; ++r) rows.fetch(r);
+    }
     finish_rows(s.rescale);
     T factor[kMaxRows];  // s.rescale is what store_weights multiplies by, too
     for (int r = 0; r < lanes; ++r) factor[r] = s.rescale[r] * T(kv.v_scale);

@@ -67,7 +67,14 @@ struct Partial {
   }
 };
 
-// What one thread works in. Unit is what the products multiply, T what they sum.
+// Blocks of a list that visit each tile of keys together, so that it is copied from memory once for all of them: rows
+// that lie apart ([B,S,H,D] in memory) meet in few sets of the caches and each in a page of its own. Bits are the same.
+constexpr int kGroup = 16;
+
+// Queries and outputs of a group, in bytes: part of a second-level cache.
+constexpr int64_t kGroupBytes = 1 << 19;
+
+// What one thread works in, for one of the blocks of a group. Unit is what the products multiply, T what they sum.
 template <class Unit>
 struct ForwardScratch {
   using T = typename Product<Unit>::Acc;
@@ -79,6 +86,8 @@ struct ForwardScratch {
   uint32_t *batch_head, *query;  // [kMaxRows]
   Unit* q;                       // [units(D)][kMaxRows]
   bool whole_head;               // k and v hold a packed head, not a tile
+  int group;                     // blocks that may share tiles
+  bool grouped;                  // k and v may hold a tile of a group's
   PackedHead<Unit>* packed;
   Unit *k, *v;           // keys and values, packed
   Unit* finite_v;        // values of a tile for FiniteRows
@@ -90,6 +99,11 @@ struct ForwardScratch {
   ForwardScratch(const AttentionForward& p, const ForwardPlan& plan, void* base)
       : ForwardScratch(p, plan, Arena(base)) {}
 
+  // Blocks of a group have what a tile needs in common.
+  void share(const ForwardScratch& first) {
+    mask = first.mask, packed = first.packed, k = first.k, v = first.v, finite_v = first.finite_v;
+    score = first.score, bias = first.bias, multiplier = first.multiplier, weight = first.weight;
+  }
   void use(const Partial<T>& sums) { row_max = sums.row_max, row_sum = sums.row_sum, out = sums.out; }
 
  private:
@@ -109,7 +123,11 @@ struct ForwardScratch {
     packed = arena.take<PackedHead<Unit>>(1);
     k = arena.take<Unit>(kPlanes<Unit> * packed_keys * units<Unit>(int(D)));
     v = arena.take<Unit>(columns_size<Unit>(packed_keys, Dv));
-    finite_v = whole_head ? arena.take<Unit>(columns_size<Unit>(kMaxKeys, Dv)) : v;
+    const int64_t most = kGroupBytes / (kMaxRows * max64(1, D + Dv) * int64_t(sizeof(T)));
+    group = int(max64(1, min64(kGroup, min64(most, plan.blocks_per_list))));
+    grouped = group > 1 && !kPairs<Unit> && !whole_head && plan.parts == 1 && !p.store.table && p.Sk >= kCopiedRows &&
+              plan.rows_per_list >= kCopiedRows;
+    finite_v = whole_head || grouped ? arena.take<Unit>(columns_size<Unit>(kMaxKeys, Dv)) : v;
     score = arena.take<T>(tile);
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
@@ -134,10 +152,11 @@ struct ForwardSpace {
   }
   std::size_t bytes(int threads) const {
     const int64_t partials = plan.parts > 1 ? plan.tasks * plan.parts : 0;
-    return std::size_t(threads) * scratch.bytes + std::size_t(partials) * partial_bytes;
+    return std::size_t(threads) * thread_bytes() + std::size_t(partials) * partial_bytes;
   }
-  void* of_thread(void* workspace, int thread) const {
-    return static_cast<char*>(workspace) + std::size_t(thread) * scratch.bytes;
+  std::size_t thread_bytes() const { return scratch.bytes * std::size_t(scratch.grouped ? scratch.group : 1); }
+  void* of_thread(void* workspace, int thread, int member = 0) const {
+    return static_cast<char*>(workspace) + std::size_t(thread) * thread_bytes() + std::size_t(member) * scratch.bytes;
   }
   Partial<T> of_part(void* workspace, int threads, int64_t index) const {
     Arena arena(static_cast<char*>(of_thread(workspace, threads)) + std::size_t(index) * partial_bytes);

@@ -86,14 +86,12 @@ struct HeadMasks {
 
   void unite(int rows, int keys) {
     TileMask<T>& u = *union_mask;
-    u.test_bytes = true;
-    std::memset(u.byte, 0, sizeof(u.byte));
+    u.listed = true;
+    std::memset(u.bits, 0, sizeof(u.bits));
     for (int r = 0; r < kMaxRows; ++r) u.lo[r] = T(0), u.hi[r] = r < rows ? T(keys) : T(0);
     for (int64_t h = 0; h < count; ++h) {
       if (kinds[h] == TileKind::none) continue;
-      for (int j = 0; j < keys; ++j) {
-        for (int r = 0; r < rows; ++r) u.byte[j * kMaxRows + r] |= uint8_t(masks[h].visible_pair(j, r));
-      }
+      for (int r = 0; r < rows; ++r) u.set_row(r, u.row(r) | masks[h].row(r));
     }
   }
 };

@@ -15,13 +15,13 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   static_cast<AttentionProblem&>(backward) = p;
   AttentionPlan plan;
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
+  [[maybe_unused]] const bool few = ForwardPlan(p).rows_per_list <= kFewRows;
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16)
+  if (p.dtype == DType::bf16 && !(few && kAmxUnit<Pair>))
     plan.arithmetic = kAmxUnit<Pair> ? "bf16 tiles, summed in float" : "bf16 pairs, summed in float";
 #endif
 #ifdef MHA_HAS_AMX
-  if (p.dtype == DType::f16 && ForwardPlan(p).rows_per_list > kFewRows)
-    plan.arithmetic = "tiles of two bf16 pieces, summed in float";
+  if (p.dtype == DType::f16 && !few) plan.arithmetic = "tiles of two bf16 pieces, summed in float";
 #endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
   plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = BackwardPlan(backward).units();

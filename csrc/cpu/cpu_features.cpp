@@ -60,6 +60,7 @@ CpuFeatures detect_cpu_features() {
   constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;  // F, DQ, CD, BW, VL: leaf 7, ebx
   constexpr uint32_t kAvx512Bf16 = 1u << 5;                                           // leaf 7 subleaf 1, eax
   constexpr uint32_t kAmx = 1u << 22 | 1u << 24;                                      // BF16, TILE: leaf 7, edx
+  constexpr uint32_t kVbmi = 1u << 1;                                                 // leaf 7, ecx
   constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
 
   const Registers base = cpuid(1, 0), extended = cpuid(7, 0);
@@ -69,8 +70,8 @@ CpuFeatures detect_cpu_features() {
   f.avx512 = f.avx2 && all_of(saved, kZmm) && all_of(extended.ebx, kAvx512);
   f.avx512_bf16 = f.avx512 && extended.eax >= 1 && all_of(cpuid(7, 1).eax, kAvx512Bf16);
   const Registers tiles = cpuid(0x1D, 1);  // of palette 1: bytes in a row, then tiles; rows
-  f.amx = f.avx512_bf16 && all_of(saved, kTiles) && all_of(extended.edx, kAmx) && (tiles.ebx & 0xFFFF) >= 64 &&
-          tiles.ebx >> 16 >= 8 && (tiles.ecx & 0xFFFF) >= 16;
+  f.amx = f.avx512_bf16 && all_of(saved, kTiles) && all_of(extended.edx, kAmx) && all_of(extended.ecx, kVbmi) &&
+          (tiles.ebx & 0xFFFF) >= 64 && tiles.ebx >> 16 >= 8 && (tiles.ecx & 0xFFFF) >= 16;
 #endif
   return f;
 }

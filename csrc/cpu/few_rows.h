@@ -52,7 +52,7 @@ class ReadAhead {
     const char *first, *second;
     MHA_INLINE void fetch(int64_t at) const {
       __builtin_prefetch(first + at, 0, 2);
-      __builtin_prefetch(second + at, 0, 2);
+      __builtin_prefetch(second + at, 0, 3);
     }
   };
   MHA_INLINE Lines beside(int row) const { return {ahead(row + first_time_), ahead(row + second_time_)}; }
@@ -68,30 +68,78 @@ class ReadAhead {
   int64_t next_stride_;
 };
 
-// Four queries against kKeys keys: sum[4 * key + query], to be added up over the lanes. Beside the products it fetches
-// fetch_bytes of the lines of each key: no more than a line with a vector.
-template <class Unit, int kKeys, class Key>
-MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n, Vec<typename Product<Unit>::Acc>* sum,
+// kLoad vectors of a row, or as many of its elements as there are.
+template <class Unit, bool Whole, class Key, class Operand>
+MHA_INLINE void load_operands(const Key* row, [[maybe_unused]] int n, Operand* x) {
+  if constexpr (kTogether<Unit, Key> > 1)
+    Whole ? load_together(row, x) : load_together_n(row, n, x);
+  else
+    x[0] = Whole ? Product<Unit>::load_b(row) : Product<Unit>::load_b(row, n);
+}
+
+// kRows queries against kKeys keys: sum[kRows * key + query], to be added up over the lanes. Beside the products it
+// fetches fetch_bytes of the lines of each key: no more than a line with a vector.
+template <class Unit, int kRows, int kKeys, class Key>
+MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n, Vec<typename Product<Unit>::Acc>* to,
                          const ReadAhead::Lines* lines, int64_t fetch_bytes) {
   using P = Product<Unit>;
-  constexpr int L = Vec<typename P::Acc>::lanes;
-  for (int i = 0; i < 4 * kKeys; ++i) sum[i] = set1(typename P::Acc(0));
+  constexpr int L = Vec<typename P::Acc>::lanes, kLoad = kTogether<Unit, Key>;
+  Vec<typename P::Acc> sum[kRows * kKeys];
+  repeat<kRows * kKeys>([&](int i) MHA_INLINE_LAMBDA { sum[i] = set1(typename P::Acc(0)); });
+  auto multiply = [&](const typename P::Operand* k, int i, int l, const Unit* query) MHA_INLINE_LAMBDA {
+    repeat<kRows>([&](int r) MHA_INLINE_LAMBDA {
+      sum[kRows * i + r] = P::step(k[l], P::load_b(query + r * ld + l * L), sum[kRows * i + r]);
+    });
+  };
   int c = 0;
-  for (; c + L <= n; c += L) {
-    if (const int64_t at = c / L * 64; at < fetch_bytes) {
-      for (int i = 0; i < kKeys; ++i) lines[i].fetch(at);
-    }
-    typename P::Operand query[4];
-    for (int r = 0; r < 4; ++r) query[r] = P::load_b(q + r * ld + c);
-    for (int i = 0; i < kKeys; ++i) {
-      const typename P::Operand k = P::load_b(key[i] + c);
-      for (int r = 0; r < 4; ++r) sum[4 * i + r] = P::step(k, query[r], sum[4 * i + r]);
-    }
+  for (; c + kLoad * L <= n; c += kLoad * L) {
+    repeat<kLoad>([&](int l) MHA_INLINE_LAMBDA {
+      const int64_t at = (c / L + l) * 64;
+      if (at < fetch_bytes) repeat<kKeys>([&](int i) MHA_INLINE_LAMBDA { lines[i].fetch(at); });
+    });
+    repeat<kKeys>([&](int i) MHA_INLINE_LAMBDA {
+      typename P::Operand k[kLoad];
+      load_operands<Unit, true>(key[i] + c, kLoad * L, k);
+      repeat<kLoad>([&](int l) MHA_INLINE_LAMBDA { multiply(k, i, l, q + c); });
+    });
   }
   if (c < n) {
-    for (int i = 0; i < kKeys; ++i) {
-      const typename P::Operand k = P::load_b(key[i] + c, n - c);
-      for (int r = 0; r < 4; ++r) sum[4 * i + r] = P::step(k, P::load_b(q + r * ld + c), sum[4 * i + r]);
+    const int vectors = (n - c + L - 1) / L;
+    repeat<kKeys>([&](int i) MHA_INLINE_LAMBDA {
+      typename P::Operand k[kLoad];
+      load_operands<Unit, false>(key[i] + c, n - c, k);
+      repeat<kLoad>([&](int l) MHA_INLINE_LAMBDA {
+        if (l < vectors) multiply(k, i, l, q + c);
+      });
+    });
+  }
+  repeat<kRows * kKeys>([&](int i) MHA_INLINE_LAMBDA { to[i] = sum[i]; });
+}
+
+// Of kRows rows, of which there are `rows`.
+template <class Unit, int kRows, class Key, class T>
+inline void few_scores_of(const Key* key, int64_t stride, int keys, int n, const Unit* q, int64_t ld, int rows,
+                          T* score, const ReadAhead& ahead, int64_t fetch_bytes) {
+  constexpr int L = Vec<T>::lanes, kKeys = L > kRows ? L / kRows : 1, kSums = kRows * kKeys;
+  for (int j = 0; j < keys; j += kKeys) {
+    const Key* row[kKeys];
+    ReadAhead::Lines lines[kKeys];
+    repeat<kKeys>([&](int i) MHA_INLINE_LAMBDA {
+      lines[i] = ahead.beside(j + i);
+      row[i] = key + std::min(j + i, keys - 1) * stride;
+    });
+    Vec<T> sum[kSums];
+    dot_step<Unit, kRows, kKeys>(row, q, ld, n, sum, lines, fetch_bytes);
+    T total[kSums];
+    for (int i = 0; i < kSums; i += L) store(total + i, reduce_block(sum + i));
+    T* to = score + j * kMaxRows;
+    const int last = std::min(kKeys, keys - j);
+    if (rows == kRows) {
+      for (int i = 0; i < last; ++i) std::memcpy(to + i * kMaxRows, total + kRows * i, kRows * sizeof(T));
+    } else {
+      for (int i = 0; i < last; ++i) {
+        for (int r = 0; r < rows; ++r) to[i * kMaxRows + r] = total[kRows * i + r];
+      }
     }
   }
 }
@@ -100,21 +148,18 @@ MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n
 template <class Unit, class Key, class T>
 inline void few_scores(const Key* key, int64_t stride, int keys, int n, const Unit* q, int64_t ld, int rows, T* score,
                        const ReadAhead& ahead) {
-  constexpr int L = Vec<T>::lanes, kKeys = L > 4 ? L / 4 : 1;
-  for (int j = 0; j < keys; j += kKeys) {
-    const Key* row[kKeys];
-    ReadAhead::Lines lines[kKeys];
-    for (int i = 0; i < kKeys; ++i) lines[i] = ahead.beside(j + i);
-    for (int i = 0; i < kKeys; ++i) row[i] = key + std::min(j + i, keys - 1) * stride;
-    for (int r = 0; r < rows; r += 4) {
-      Vec<T> sum[4 * kKeys];
-      dot_step<Unit, kKeys>(row, q + r * ld, ld, n, sum, lines, r == 0 ? ahead.bytes() : 0);
-      T total[4 * kKeys];
-      for (int i = 0; i < 4 * kKeys; i += L) store(total + i, reduce_block(sum + i));
-      for (int i = 0; i < kKeys && j + i < keys; ++i) {
-        std::memcpy(score + (j + i) * kMaxRows + r, total + 4 * i, std::size_t(std::min(4, rows - r)) * sizeof(T));
-      }
-    }
+  for (int r = 0; r < rows; r += 4, q += 4 * ld) {
+    const int left = std::min(4, rows - r);
+    const int64_t fetch_bytes = r == 0 ? ahead.bytes() : 0;
+    auto run = [&]<int kRows>() {
+      few_scores_of<Unit, kRows>(key, stride, keys, n, q, ld, left, score + r, ahead, fetch_bytes);
+    };
+    if (left == 1)
+      run.template operator()<1>();
+    else if (left == 2)
+      run.template operator()<2>();
+    else
+      run.template operator()<4>();
   }
 }
 
@@ -139,7 +184,9 @@ MHA_INLINE void load_values(typename Product<Unit>::Operand* x, const Value* v, 
     }
   } else
 #endif
-  {
+      if constexpr (kTogether<Unit, Value> > 1 && kTogether<Unit, Value> == Vecs) {
+    load_together(v + k * stride, x);
+  } else {
     using P = Product<Unit>;
     for (int i = 0; i < Vecs; ++i) x[i] = HasTail ? P::load_b(v + k * stride, tail) : P::load_b(v + k * stride + i * L);
   }
@@ -200,15 +247,15 @@ inline void few_values_columns(const FewValues<Unit, Value>& g, int c) {
   for (; r < g.rows; ++r) few_values_tile<1, Vecs, HasTail>(g, r, c);
 }
 
-// out[r][c] = sum_j weight[j][r] * v[j][c], or that much more.
+// out[r][c] = sum_j weight[j][r] * v[j][c], or that much more; so few keys together that all of their lines are read in
+// nearly the order of memory.
 template <class Unit, class Value, class T>
 inline void few_values(const Unit* weight, const Value* v, int64_t stride, int keys, T* out, int cols, int rows,
-                       bool add, const ReadAhead& ahead) {
-  // So few keys at a time that all of their lines are read in nearly the order of memory.
-  constexpr int L = Vec<T>::lanes, kKeys = 16, kStep = kKeys / kUnitK<Unit>;
-  constexpr int kRowsOfStep = kRowsToPair<Unit, Value> ? kKeys : kStep;
-  for (int j = 0; j < keys; j += kKeys, weight += kStep * kMaxRows, v += kRowsOfStep * stride, add = true) {
-    const FewValues<Unit, Value> g{weight, v, stride, j, std::min(kKeys, keys - j), out, cols, rows, add, ahead};
+                       bool add, int together, const ReadAhead& ahead) {
+  constexpr int L = Vec<T>::lanes;
+  const int step = together / kUnitK<Unit>, rows_of_step = kRowsToPair<Unit, Value> ? together : step;
+  for (int j = 0; j < keys; j += together, weight += step * kMaxRows, v += rows_of_step * stride, add = true) {
+    const FewValues<Unit, Value> g{weight, v, stride, j, std::min(together, keys - j), out, cols, rows, add, ahead};
     int c = 0;
     for (; c + kTileVecs * L <= cols; c += kTileVecs * L) few_values_columns<kTileVecs, false>(g, c);
     if constexpr (kTileVecs > 2) {

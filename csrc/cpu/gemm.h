@@ -5,6 +5,7 @@
 // Units, or what loads as a vector of them: half types for float.
 #pragma once
 
+#include "quantised.h"
 #include "tiles.h"
 
 MHA_ISA_BEGIN

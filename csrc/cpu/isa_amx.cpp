@@ -3,10 +3,12 @@
 
 #if defined(__x86_64__)
 // The target region lasts to the end of the file, where templates are instantiated.
-#pragma GCC target( \
-    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#pragma GCC target(                                                                             \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,amx-tile,amx-bf16," \
+    "prefer-vector-width=512")
 #define MHA_HAS_BF16_DOT 1
 #define MHA_HAS_AMX 1
+#define MHA_HAS_VBMI 1
 
 #define MHA_ISA_NS amx
 #include "vec_avx512.h"

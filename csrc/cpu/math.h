@@ -6,11 +6,12 @@ MHA_ISA_BEGIN
 constexpr double kLog2e = 1.44269504088896340736, kLn2 = 0.69314718055994530942;
 
 // 2^x for x <= 127; exactly 1 at 0, exactly 0 at -inf, NaN at NaN. Degree 5: about 1 ulp of float; 4: 3e-6 relative,
-// ample where the result is rounded to a half type.
+// ample where the result is rounded to a half type. What rounds to 0 is not computed: to find that out takes processors
+// hundreds of cycles, as it does to make a denormal number.
 template <int Degree>
 MHA_INLINE VecF exp2(VecF x) {
-  x = max(set1(-160.0f), x);
-  VecF n = round(x), f = x - n, q;
+  const VecMask<float> any = not_less(x, set1(-150.0f));
+  VecF n, f = split_round(x, &n), q;
   if constexpr (Degree >= 5) {
     q = fma(set1(0.00132647239f), f, set1(0.00967151287f));
     q = fma(q, f, set1(0.0555073375f));
@@ -21,7 +22,7 @@ MHA_INLINE VecF exp2(VecF x) {
     q = fma(q, f, set1(0.240240987f));
     q = fma(q, f, set1(0.693124193f));
   }
-  return scale_pow2(fma(q, f, set1(1.0f)), n);
+  return scale_pow2(fma(q, f, set1(1.0f)), n, any);
 }
 
 template <int Degree>

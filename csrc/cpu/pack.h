@@ -155,13 +155,17 @@ inline void untranspose_rows(void* dst, DType type, const int64_t* offset, const
 template <class T, class S>
 inline bool all_finite(const S* src, int64_t stride, int rows, int cols) {
   constexpr int L = Vec<T>::lanes;
-  Vec<T> sum = set1(T(0)), zero = set1(T(0));
+  Vec<T> sum = set1(T(0)), other = set1(T(0)), zero = set1(T(0));
   for (int r = 0; r < rows; ++r, src += stride) {
     int c = 0;
-    for (; c + L <= cols; c += L) sum = fma(load(src + c), zero, sum);
-    if (c < cols) sum = fma(load_n(src + c, cols - c), zero, sum);
+    for (; c + 2 * L <= cols; c += 2 * L) {
+      sum = fma(load(src + c), zero, sum);
+      other = fma(load(src + c + L), zero, other);
+    }
+    if (c + L <= cols) sum = fma(load(src + c), zero, sum), c += L;
+    if (c < cols) other = fma(load_n(src + c, cols - c), zero, other);
   }
-  return all(equal(sum, zero));
+  return all(equal(sum + other, zero));
 }
 template <class T>
 inline bool all_finite(const void* src, DType type, int64_t stride, int rows, int cols) {

@@ -14,4 +14,60 @@ MHA_INLINE VecF load_n(const Byte* p, int n) {
   return load(bytes);
 }
 
+// How many vectors of these are loaded together, for that is done faster than one by one.
+template <class T, class S>
+constexpr int kTogether = 1;
+
+#ifdef MHA_HAS_VBMI
+template <>
+inline constexpr int kTogether<float, e4m3> = 4;
+
+// The bytes of e4m3 without sign as bf16, upper and lower.
+struct alignas(64) E4m3Table {
+  uint8_t upper[128], lower[128];
+  constexpr E4m3Table() : upper(), lower() {
+    for (int x = 0; x < 128; ++x) {
+      int exponent = x >> 3, mantissa = x & 7;
+      if (exponent == 0 && mantissa != 0) {  // 2^-9 * mantissa
+        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+        mantissa -= 8;
+      }
+      int bits = x == 0 ? 0 : x == 127 ? 0x7FC0 : (exponent + 120) << 7 | mantissa << 4;
+      upper[x] = uint8_t(bits >> 8), lower[x] = uint8_t(bits & 0xFF);
+    }
+  }
+};
+constexpr E4m3Table kE4m3;
+// Of a vector of bytes, which of 64 elements each is to be, so that unpacking and splitting leaves them in order.
+struct alignas(64) E4m3Order {
+  uint8_t byte[64];
+  constexpr E4m3Order() : byte() {
+    constexpr int at[4] = {0, 1, 8, 9};
+    for (int vector = 0; vector < 4; ++vector) {
+      for (int lane = 0; lane < 16; ++lane)
+        byte[lane / 4 * 16 + at[vector] + lane % 4 * 2] = uint8_t(vector * 16 + lane);
+    }
+  }
+};
+constexpr E4m3Order kE4m3Order;
+
+MHA_INLINE void widen_together(__m512i bytes, VecF* x) {
+  const __m512i e = _mm512_permutexvar_epi8(_mm512_load_si512(kE4m3Order.byte), bytes);
+  const __m512i lower =
+      _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.lower), e, _mm512_load_si512(kE4m3.lower + 64));
+  const __m512i upper =
+      _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.upper), e, _mm512_load_si512(kE4m3.upper + 64));
+  const __m512i with_sign = _mm512_ternarylogic_epi32(upper, e, _mm512_set1_epi8(char(0x80)), 0xF8);  // a | (b & c)
+  const __m512i a = _mm512_unpacklo_epi8(lower, with_sign), b = _mm512_unpackhi_epi8(lower, with_sign);
+  const __m512i top = _mm512_set1_epi32(int(0xFFFF0000));
+  x[0].v = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), x[1].v = _mm512_castsi512_ps(_mm512_and_si512(a, top));
+  x[2].v = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), x[3].v = _mm512_castsi512_ps(_mm512_and_si512(b, top));
+}
+MHA_INLINE void load_together(const e4m3* p, VecF* x) { widen_together(_mm512_loadu_si512(p), x); }
+// Those beyond n are 0.
+MHA_INLINE void load_together_n(const e4m3* p, int n, VecF* x) {
+  widen_together(_mm512_maskz_loadu_epi8(n >= 64 ? ~__mmask64(0) : (__mmask64(1) << n) - 1, p), x);
+}
+#endif
+
 MHA_ISA_END

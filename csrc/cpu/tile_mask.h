@@ -44,30 +44,39 @@ inline void set_rows(RowBlock* block, const Mask& mask, int64_t b, int64_t first
 
 enum class TileKind { none, all, some };
 
+// The first n of 64 bits.
+MHA_INLINE uint64_t first_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1; }
+
 template <class T>
 struct TileMask {
   T lo[kMaxRows], hi[kMaxRows];  // row r sees the keys lo[r] <= j < hi[r], counted from the tile's first
-  bool test_bytes;               // whether byte[j][r] != 0 is asked too
-  uint8_t byte[kMaxKeys * kMaxRows];
+  bool listed;                   // whether it sees no others than these, but only where bits say so
+  uint32_t bits[kMaxKeys / 32][kMaxRows];
 
   VecMask<T> visible(int j, int r) const {
-    Vec<T> key = set1(T(j));
-    VecMask<T> m = less_equal(load(lo + r), key) & less(key, load(hi + r));
-    if (test_bytes) {
-      VecMask<T> listed;
-      nonzero_bytes(byte + j * kMaxRows + r, &listed);
-      m = m & listed;
+    VecMask<T> m;
+    if (listed) {
+      has_bit(bits[j / 32] + r, j % 32, &m);
+    } else {
+      const Vec<T> key = set1(T(j));
+      m = less_equal(load(lo + r), key) & less(key, load(hi + r));
     }
     return m;
   }
   void show_all(int rows, int keys) {
-    test_bytes = false;
+    listed = false;
     for (int r = 0; r < kMaxRows; ++r) lo[r] = T(0), hi[r] = T(r < rows ? keys : 0);
   }
   bool visible_pair(int j, int r) const {
-    return lo[r] <= T(j) && T(j) < hi[r] && (!test_bytes || byte[j * kMaxRows + r]);
+    return listed ? bits[j / 32][r] >> (j % 32) & 1 : lo[r] <= T(j) && T(j) < hi[r];
   }
+  uint64_t row(int r) const {
+    if (!listed) return first_bits(int64_t(hi[r])) & ~first_bits(int64_t(lo[r]));
+    return uint64_t(bits[1][r]) << 32 | bits[0][r];
+  }
+  void set_row(int r, uint64_t seen) { bits[0][r] = uint32_t(seen), bits[1][r] = uint32_t(seen >> 32); }
 };
+static_assert(kMaxKeys == 64);
 
 // A part of a tile: the keys first .. first + keys, the rows begin .. end (whole vectors).
 struct Strip {
@@ -133,98 +142,65 @@ struct TileStrips {
   }
 };
 
-struct IdRange {
-  int64_t lo, hi;
-};
-inline IdRange id_range(const int64_t* id, int64_t n) {
-  IdRange range{id[0], id[0]};
-  for (int64_t i = 1; i < n; ++i) {
-    range.lo = min64(range.lo, id[i]);
-    range.hi = max64(range.hi, id[i]);
-  }
-  return range;
+// The dense mask of row r of the block, and bit j: whether it shows key first + j, of n <= 64.
+MHA_INLINE const uint8_t* dense_row(const Mask& m, const RowBlock& block, int r) {
+  return m.dense + block.b * m.dense_stride_b + block.head[r] * m.dense_stride_h + block.query[r] * m.dense_stride_q;
+}
+MHA_INLINE uint64_t dense_bits(const uint8_t* row, int64_t stride, int64_t first, int n) {
+  if (stride == 1) return nonzero_bits(row + first, n);
+  uint8_t bytes[64];
+  for (int j = 0; j < n; ++j) bytes[j] = row[(first + j) * stride];
+  return nonzero_bits(bytes, n);
 }
 
-// Fills byte from the document ids.
-template <class T>
-inline TileKind mark_documents(TileMask<T>* tile, const Mask& m, const RowBlock& block, int64_t first, int keys) {
+// Takes the keys out of seen[row] that are of other documents.
+inline void keep_documents(uint64_t* seen, const Mask& m, const RowBlock& block, int64_t first, int keys) {
   const int64_t* key_id = m.key_ids + block.b * m.key_ids_stride_b + first;
   const int64_t* query_id = m.query_ids + block.b * m.query_ids_stride_b;
-  int64_t id[kMaxRows];
-  for (int r = 0; r < block.rows; ++r) id[r] = query_id[block.query[r]];
-  IdRange q = id_range(id, block.rows), k = id_range(key_id, keys);
-  if (q.hi < k.lo || k.hi < q.lo) return TileKind::none;
-  if (q.lo == q.hi && k.lo == k.hi) return TileKind::all;
-  for (int j = 0; j < keys; ++j) {
-    for (int r = 0; r < block.rows; ++r) tile->byte[j * kMaxRows + r] = id[r] == key_id[j];
+  uint64_t bits = 0;
+  for (int r = 0; r < block.rows; ++r) {
+    const int64_t id = query_id[block.query[r]];
+    if (r == 0 || id != query_id[block.query[r - 1]]) {
+      uint8_t same[64];
+      for (int j = 0; j < keys; ++j) same[j] = key_id[j] == id;
+      bits = nonzero_bits(same, keys);
+    }
+    seen[r] &= bits;
   }
-  return TileKind::some;
 }
 
-// Fills byte from the dense mask, or takes elements out of it (keep_listed).
-template <class T>
-inline TileKind mark_dense(TileMask<T>* tile, const Mask& m, const RowBlock& block, int64_t first, int keys,
-                           bool keep_listed) {
-  const uint8_t* corner = m.dense + block.b * m.dense_stride_b + first * m.dense_stride_k;
-  bool any = false, all = true;
-  const uint8_t* previous = nullptr;
+inline void keep_dense(uint64_t* seen, const Mask& m, const RowBlock& block, int64_t first, int keys) {
+  uint64_t bits = 0;
   for (int r = 0; r < block.rows; ++r) {
-    const uint8_t* row = corner + block.head[r] * m.dense_stride_h + block.query[r] * m.dense_stride_q;
-    if (row == previous) continue;  // broadcast over queries
-    previous = row;
-    uint8_t some = 0, every = 1;
-    for (int j = 0; j < keys; ++j) {
-      uint8_t seen = row[j * m.dense_stride_k] != 0;
-      some |= seen;
-      every &= seen;
-    }
-    any |= some;
-    all &= every;
+    const bool same = r > 0 && m.dense_stride_q == 0 && (m.dense_stride_h == 0 || block.head[r] == block.head[r - 1]);
+    if (!same) bits = dense_bits(dense_row(m, block, r), m.dense_stride_k, first, keys);
+    seen[r] &= bits;
   }
-  if (!any) return TileKind::none;
-  if (all) return TileKind::all;
-  for (int r = 0; r < block.rows; ++r) {
-    const uint8_t* row = corner + block.head[r] * m.dense_stride_h + block.query[r] * m.dense_stride_q;
-    uint8_t* column = tile->byte + r;
-    if (keep_listed) {
-      for (int j = 0; j < keys; ++j) column[j * kMaxRows] &= row[j * m.dense_stride_k] != 0;
-    } else {
-      for (int j = 0; j < keys; ++j) column[j * kMaxRows] = row[j * m.dense_stride_k] != 0;
-    }
-  }
-  return TileKind::some;
 }
 
-// Takes the keys out of byte that blocks hide (after filling it, unless keep_listed).
-template <class T>
-inline TileKind mark_blocks(TileMask<T>* tile, const Mask& m, const RowBlock& block, int64_t first, int keys,
-                            bool keep_listed) {
-  const int64_t first_block = first / m.block_size, last_block = (first + keys - 1) / m.block_size;
-  auto row_of = [&](int r) {
-    return m.blocks + block.b * m.blocks_stride_b + block.head[r] * m.blocks_stride_h +
-           block.query[r] / m.block_size * m.blocks_stride_q;
-  };
-  bool any = false, all = true;
+inline void keep_blocks(uint64_t* seen, const Mask& m, const RowBlock& block, int64_t first, int keys) {
+  uint64_t bits = 0;
   const uint8_t* previous = nullptr;
   for (int r = 0; r < block.rows; ++r) {
-    const uint8_t* row = row_of(r);
-    if (row == previous) continue;
-    previous = row;
-    for (int64_t n = first_block; n <= last_block; ++n) {
-      const bool seen = row[n * m.blocks_stride_k] != 0;
-      any |= seen;
-      all &= seen;
+    const uint8_t* row = m.blocks + block.b * m.blocks_stride_b + block.head[r] * m.blocks_stride_h +
+                         block.query[r] / m.block_size * m.blocks_stride_q;
+    if (row != previous) {
+      bits = 0;
+      for (int64_t n = first / m.block_size; n * m.block_size < first + keys; ++n) {
+        if (row[n * m.blocks_stride_k])
+          bits |= first_bits((n + 1) * m.block_size - first) & ~first_bits(n * m.block_size - first);
+      }
+      previous = row;
     }
+    seen[r] &= bits;
   }
-  if (!any) return TileKind::none;
-  if (all) return TileKind::all;
-  if (!keep_listed) std::memset(tile->byte, 1, sizeof(tile->byte));
-  for (int r = 0; r < block.rows; ++r) {
-    const uint8_t* row = row_of(r);
-    for (int j = 0; j < keys; ++j)
-      if (!row[(first + j) / m.block_size * m.blocks_stride_k]) tile->byte[j * kMaxRows + r] = 0;
-  }
-  return TileKind::some;
+}
+
+// Takes the keys out of seen[row] that anything but intervals hides.
+inline void keep_listed(uint64_t* seen, const Mask& m, const RowBlock& block, int64_t first, int keys) {
+  if (m.query_ids) keep_documents(seen, m, block, first, keys);
+  if (m.dense) keep_dense(seen, m, block, first, keys);
+  if (m.blocks) keep_blocks(seen, m, block, first, keys);
 }
 
 // The keys first .. first + keys (at most kMaxKeys) against the block. For TileKind::some, tile is filled; lanes past
@@ -232,24 +208,8 @@ inline TileKind mark_blocks(TileMask<T>* tile, const Mask& m, const RowBlock& bl
 template <class T>
 inline TileKind classify(TileMask<T>* tile, const Mask& m, const RowBlock& block, int64_t first, int keys) {
   if (first >= block.any_end || first + keys <= block.any_begin) return TileKind::none;
-  tile->test_bytes = false;
-  if (m.query_ids) {
-    TileKind kind = mark_documents(tile, m, block, first, keys);
-    if (kind == TileKind::none) return kind;
-    tile->test_bytes = kind == TileKind::some;
-  }
-  if (m.dense) {
-    TileKind kind = mark_dense(tile, m, block, first, keys, tile->test_bytes);
-    if (kind == TileKind::none) return kind;
-    tile->test_bytes |= kind == TileKind::some;
-  }
-  if (m.blocks) {
-    TileKind kind = mark_blocks(tile, m, block, first, keys, tile->test_bytes);
-    if (kind == TileKind::none) return kind;
-    tile->test_bytes |= kind == TileKind::some;
-  }
-  bool all = block.all_begin <= first && first + keys <= block.all_end;
-  if (all && !tile->test_bytes) return TileKind::all;
+  const bool all = block.all_begin <= first && first + keys <= block.all_end;
+  if (all && !m.elementwise()) return TileKind::all;
   bool any = false;
   for (int r = 0; r < block.rows; ++r) {
     int64_t lo = min64(keys, max64(0, block.begin[r] - first)), hi = min64(keys, max64(0, block.end[r] - first));
@@ -258,7 +218,17 @@ inline TileKind classify(TileMask<T>* tile, const Mask& m, const RowBlock& block
     any |= lo < hi;
   }
   for (int r = block.rows; r < kMaxRows; ++r) tile->lo[r] = tile->hi[r] = T(0);
-  return any ? TileKind::some : TileKind::none;
+  tile->listed = false;
+  if (!any || !m.elementwise()) return any ? TileKind::some : TileKind::none;
+  uint64_t seen[kMaxRows] = {}, some = 0, every = first_bits(keys);
+  for (int r = 0; r < block.rows; ++r) seen[r] = tile->row(r);
+  keep_listed(seen, m, block, first, keys);
+  for (int r = 0; r < block.rows; ++r) some |= seen[r], every &= seen[r];
+  if (some == 0) return TileKind::none;
+  if (every == first_bits(keys)) return TileKind::all;
+  tile->listed = true;
+  for (int r = 0; r < kMaxRows; ++r) tile->set_row(r, seen[r]);
+  return TileKind::some;
 }
 
 MHA_ISA_END

@@ -15,6 +15,9 @@ constexpr int kMaxKeys = 64;
 // threads share it: a part costs as much as 3 keys or so more. At most kMaxParts, as their results take memory.
 constexpr int64_t kPartKeys = 512, kMaxParts = 32;
 
+// From so many queries and keys on, rows that lie apart in memory are copied before their many products.
+constexpr int64_t kCopiedRows = 4 * kMaxRows;
+
 // Where keys and values must be packed or widened, a whole head of up to this many bytes, as it lies in a second-level
 // cache, is packed once for all its query blocks; a longer one tile by tile for each.
 constexpr int64_t kPackedHeadBytes = 1 << 20;

@@ -49,17 +49,22 @@ MHA_INLINE VecF max(VecF a, VecF b) { return {_mm256_max_ps(a.v, b.v)}; }  // b 
 MHA_INLINE VecF min(VecF a, VecF b) { return {_mm256_min_ps(a.v, b.v)}; }
 MHA_INLINE VecF abs(VecF a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 MHA_INLINE VecF round(VecF a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+MHA_INLINE VecF split_round(VecF a, VecF* n) {
+  *n = round(a);
+  return a - *n;
+}
 MHA_INLINE VecF copysign(VecF a, VecF sign) {
   __m256 top = _mm256_set1_ps(-0.0f);
   return {_mm256_or_ps(_mm256_andnot_ps(top, a.v), _mm256_and_ps(top, sign.v))};
 }
-// a * 2^n for integral n; 0 below the normal range.
-MHA_INLINE VecF scale_pow2(VecF a, VecF n) {
+// a * 2^n for integral n; 0 below the normal range and, whatever they are, where not to keep.
+MHA_INLINE VecF scale_pow2(VecF a, VecF n, VecMask<float> keep) {
   __m256i exponent = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), n.v));
   exponent = _mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23);
-  return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
+  return {_mm256_and_ps(_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent)), keep.m)};
 }
 MHA_INLINE VecMask<float> less(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
+MHA_INLINE VecMask<float> not_less(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ)}; }
 MHA_INLINE VecMask<float> less_equal(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LE_OQ)}; }
 MHA_INLINE VecMask<float> equal(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)}; }
 MHA_INLINE VecMask<float> operator&(VecMask<float> a, VecMask<float> b) { return {_mm256_and_ps(a.m, b.m)}; }
@@ -80,6 +85,21 @@ MHA_INLINE float reduce_max(VecF a) {
 MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<float>* m) {
   __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   m->m = _mm256_castsi256_ps(_mm256_cmpgt_epi32(x, _mm256_setzero_si256()));
+}
+// Bit j: whether p[j] != 0, of n <= 64.
+MHA_INLINE uint64_t nonzero_bits(const uint8_t* p, int n) {
+  uint8_t some[64] = {};
+  if (n < 64) p = static_cast<const uint8_t*>(std::memcpy(some, p, std::size_t(n)));
+  auto zeros = [](const uint8_t* at) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256())));
+  };
+  return ~(uint64_t(zeros(p + 32)) << 32 | zeros(p));
+}
+// Lane l is set where a[l] has the bit.
+MHA_INLINE void has_bit(const uint32_t* a, int bit, VecMask<float>* m) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)), one = _mm256_set1_epi32(int(1u << bit));
+  m->m = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(x, one), one));
 }
 // Lane l is set where a[l] >= threshold as unsigned integers.
 MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<float>* m) {
@@ -122,6 +142,10 @@ MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<double>* m) {
   std::memcpy(&four, p, 4);
   __m256i x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
   m->m = _mm256_castsi256_pd(_mm256_cmpgt_epi64(x, _mm256_setzero_si256()));
+}
+MHA_INLINE void has_bit(const uint32_t* a, int bit, VecMask<double>* m) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a)), one = _mm_set1_epi32(int(1u << bit));
+  m->m = _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(_mm_and_si128(x, one), one)));
 }
 MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<double>* m) {
   __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));

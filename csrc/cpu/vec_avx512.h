@@ -47,13 +47,21 @@ MHA_INLINE VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.v, b.v)}; }  // b 
 MHA_INLINE VecF min(VecF a, VecF b) { return {_mm512_min_ps(a.v, b.v)}; }
 MHA_INLINE VecF abs(VecF a) { return {_mm512_abs_ps(a.v)}; }
 MHA_INLINE VecF round(VecF a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a - round(a), and round(a): VREDUCEPS is one operation where VRNDSCALEPS is two.
+MHA_INLINE VecF split_round(VecF a, VecF* n) {
+  const VecF f = {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  *n = a - f;
+  return f;
+}
 MHA_INLINE VecF copysign(VecF a, VecF sign) {
   __m512i bits = _mm512_set1_epi32(int(0x80000000u));
   return {_mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(bits, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xCA))};
 }
-MHA_INLINE VecF scale_pow2(VecF a, VecF n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // a * 2^n, n integral
+// a * 2^n for integral n; 0, whatever they are, where not to keep.
+MHA_INLINE VecF scale_pow2(VecF a, VecF n, VecMask<float> keep) { return {_mm512_maskz_scalef_ps(keep.m, a.v, n.v)}; }
 MHA_INLINE VecMask<float> less(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+MHA_INLINE VecMask<float> not_less(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ)}; }
 MHA_INLINE VecMask<float> less_equal(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
 MHA_INLINE VecMask<float> equal(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
 MHA_INLINE VecMask<float> operator&(VecMask<float> a, VecMask<float> b) { return {__mmask16(a.m & b.m)}; }
@@ -66,6 +74,16 @@ MHA_INLINE float reduce_max(VecF a) { return _mm512_reduce_max_ps(a.v); }
 MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<float>* m) {
   __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   m->m = _mm_test_epi8_mask(x, x);
+}
+// Bit j: whether p[j] != 0, of n <= 64.
+MHA_INLINE uint64_t nonzero_bits(const uint8_t* p, int n) {
+  const __mmask64 there = n >= 64 ? ~__mmask64(0) : (__mmask64(1) << n) - 1;
+  const __m512i x = _mm512_maskz_loadu_epi8(there, p);
+  return _mm512_test_epi8_mask(x, x);
+}
+// Lane l is set where a[l] has the bit.
+MHA_INLINE void has_bit(const uint32_t* a, int bit, VecMask<float>* m) {
+  m->m = _mm512_test_epi32_mask(_mm512_loadu_si512(a), _mm512_set1_epi32(int(1u << bit)));
 }
 // Lane l is set where a[l] >= threshold as unsigned integers.
 MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<float>* m) {
@@ -147,6 +165,10 @@ MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<double>* m) {
   __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   m->m = __mmask8(_mm_test_epi8_mask(x, x));
 }
+MHA_INLINE void has_bit(const uint32_t* a, int bit, VecMask<double>* m) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  m->m = _mm256_test_epi32_mask(x, _mm256_set1_epi32(int(1u << bit)));
+}
 MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<double>* m) {
   __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
   m->m = _mm256_cmpge_epu32_mask(x, _mm256_set1_epi32(int(threshold)));
@@ -227,13 +249,15 @@ MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {
   return {_mm512_permutexvar_epi16(order, both)};
 }
 // Pair l of the 32 of two vectors holds row[l] and next[l], or 0 without next.
-MHA_INLINE void interleave_rows(VecPair* pairs, const bf16* row, const bf16* next) {
+MHA_INLINE void interleave_rows(VecPair* pairs, __m512i row, __m512i next) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                        5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  const __m512i a = _mm512_loadu_si512(row), b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
-  pairs[0].v = _mm512_permutex2var_epi16(a, low, b);
-  pairs[1].v = _mm512_permutex2var_epi16(a, high, b);
+  pairs[0].v = _mm512_permutex2var_epi16(row, low, next);
+  pairs[1].v = _mm512_permutex2var_epi16(row, high, next);
+}
+MHA_INLINE void interleave_rows(VecPair* pairs, const bf16* row, const bf16* next) {
+  interleave_rows(pairs, _mm512_loadu_si512(row), next ? _mm512_loadu_si512(next) : _mm512_setzero_si512());
 }
 MHA_INLINE void store(void* p, VecPair a) { _mm512_storeu_si512(p, a.v); }
 MHA_INLINE void store_n(void* p, VecPair a, int n) { _mm512_mask_storeu_epi32(p, lanes16(n), a.v); }

@@ -91,6 +91,9 @@ MHA_INLINE VecD set1(double x) { return {Double2{x, x}}; }
   MHA_INLINE void nonzero_bytes(const uint8_t* p, VecMask<T>* m) {                         \
     for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = p[l] ? -1 : 0;                       \
   }                                                                                        \
+  MHA_INLINE void has_bit(const uint32_t* a, int bit, VecMask<T>* m) {                     \
+    for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = a[l] >> bit & 1 ? -1 : 0;            \
+  }                                                                                        \
   MHA_INLINE void at_least(const uint32_t* a, uint32_t threshold, VecMask<T>* m) {         \
     for (int l = 0; l < Vec<T>::lanes; ++l) m->m[l] = a[l] >= threshold ? -1 : 0;          \
   }
@@ -98,16 +101,28 @@ MHA_VEC_OPS(float, Float4)
 MHA_VEC_OPS(double, Double2)
 #undef MHA_VEC_OPS
 
+// Bit j: whether p[j] != 0, of n <= 64.
+MHA_INLINE uint64_t nonzero_bits(const uint8_t* p, int n) {
+  uint64_t bits = 0;
+  for (int j = 0; j < n; ++j) bits |= uint64_t(p[j] != 0) << j;
+  return bits;
+}
+
 // Adding and subtracting 1.5 * 2^23 rounds to an integer while |a| < 2^22.
 MHA_INLINE VecF round(VecF a) { return (a + set1(12582912.0f)) - set1(12582912.0f); }
+MHA_INLINE VecF split_round(VecF a, VecF* n) {
+  *n = round(a);
+  return a - *n;
+}
 MHA_INLINE VecF copysign(VecF a, VecF sign) {
   Int4 top = {INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN};
   return {Float4((Int4(a.v) & ~top) | (Int4(sign.v) & top))};
 }
-// a * 2^n for integral n; 0 below the normal range.
-MHA_INLINE VecF scale_pow2(VecF a, VecF n) {
+MHA_INLINE VecMask<float> not_less(VecF a, VecF b) { return {~(a.v < b.v)}; }
+// a * 2^n for integral n; 0 below the normal range and, whatever they are, where not to keep.
+MHA_INLINE VecF scale_pow2(VecF a, VecF n, VecMask<float> keep) {
   Int4 exponent = (__builtin_convertvector(max(set1(-127.0f), n).v, Int4) + 127) << 23;
-  return {a.v * Float4(exponent)};
+  return select(keep, {a.v * Float4(exponent)}, set1(0.0f));
 }
 
 // ---- half storage
