@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from budget import seeds  # noqa: F401  (a fixture)
 from hypothesis import settings
 
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60, database=None)
@@ -16,6 +17,7 @@ settings.load_profile(os.environ.get("MHA_EXT_TEST_PROFILE", "suite"))
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where torch sees none")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "random(seconds): draws problems for so long; see budget.py")
 
 
 def pytest_collection_modifyitems(items):
