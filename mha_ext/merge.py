@@ -22,7 +22,8 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     Args:
         outs: at least one tensor [...,Dv], usually [B,H,Sq,Dv]: a sequence, or stacked in one tensor [P,...,Dv].
         lses: as many tensors [...], usually [B,H,Sq]: natural logarithms, float32 (float64 for float64 outs). A row
-            that saw no key in a part has -inf there, and what the part's output holds in that row has no influence.
+            that saw no key in a part has -inf there (or inf, as flash-attention marks it), and what the part's output
+            holds in that row has no influence. A row that saw NaN has NaN, and so have its results.
 
     Returns:
         (out, lse), in the shapes and types of one part; sums are taken in lse's type and rounded once. Rows that saw
@@ -33,7 +34,7 @@ def merge_partials(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Ten
     """
     outs, lses = _parts(outs, "outs", "[P,...,Dv]"), _parts(lses, "lses", "[P,...]")
     _check(outs, lses)
-    weights, seen, lse, _ = weights_of_parts(lses)
+    weights, seen, lse, _ = weights_of_parts([torch.where(x == torch.inf, -torch.inf, x) for x in lses])
     out: Any = 0
     for part, weight, row_seen in zip(outs, weights.unbind(0), seen.unbind(0)):
         out = out + weight[..., None] * torch.where(row_seen[..., None], part.to(lse.dtype), 0)

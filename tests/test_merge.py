@@ -137,3 +137,31 @@ OUT, LSE = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 5)
 def test_refusals(outs, lses, error, message):
     with pytest.raises(error, match=message):
         mha_ext.merge_partials(outs, lses)
+
+
+def test_infinite_logsumexps_mark_empty_rows():
+    """-inf here, inf in flash-attention's results; what the output holds there has no influence."""
+    outs, lses = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5)
+    lses[0, :, 1], lses[1, 0, 2], outs[1, 0, 2], lses[:, 1, 4] = torch.inf, torch.inf, torch.nan, torch.inf
+    out, lse = mha_ext.merge_partials(outs, lses)
+    expected = mha_ext.merge_partials(outs, torch.where(lses.isinf(), -torch.inf, lses))
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert (out[1, 4] == 0).all() and lse[1, 4] == -torch.inf and out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_rows_that_see_nan_are_nan(dtype):
+    """Of the parts, and so of the whole, gradients too; the other rows keep every bit."""
+    q, k, v = tensors(dtype)
+    out, lse = mha_ext.merge_partials(*parts_of(q, k, v, (0, 20, 41)))
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    with torch.no_grad():
+        q[0, 1, 3] = torch.nan
+    merged, merged_lse = mha_ext.merge_partials(*parts_of(q, k, v, (0, 20, 41)))
+    poisoned = torch.autograd.grad(merged.sum(), (q, k, v))
+    assert merged[0, 1, 3].isnan().all() and merged_lse[0, 1, 3].isnan()
+    assert poisoned[0][0, 1, 3].isnan().all() and poisoned[1][0, 1].isnan().all() and poisoned[2][0, 1].isnan().all()
+    for x, clean, row in ((merged, out, True), (merged_lse, lse, True), (poisoned[0], grads[0], True), (poisoned[1], grads[1], False)):
+        rest = torch.ones(x.shape[:3], dtype=torch.bool)
+        rest[0, 1, 3 if row else slice(None)] = False
+        assert torch.equal(x[rest], clean[rest])

@@ -451,7 +451,8 @@ struct ForwardBlock {
     const V zero = set1(T(0)), exponent = set1(rule.exponent);
     for (int64_t first = s.block->any_begin; first < s.block->any_end; first += kMaxKeys) {
       const int keys = int(min64(kMaxKeys, s.block->any_end - first));
-      if (compute_scores(first, keys) == TileKind::none) continue;
+      const TileKind kind = compute_scores(first, keys);
+      if (kind == TileKind::none) continue;
       for (int r = 0; r < lanes; r += L) {
         const V sum = load(s.row_sum + r), inverse = load(s.rescale + r);
         const V base = select(equal(sum, zero), zero, load(s.row_max + r));
@@ -460,6 +461,7 @@ struct ForwardBlock {
           store(x, exp2<Degree>((load(x) - base) * exponent) * inverse);
         }
       }
+      if (kind == TileKind::some) hide(s.score, kMaxRows, *s.mask, lanes, keys, T(0));  // a NaN row makes NaN of all
       if (p.dropout.rng_state) apply_dropout(first, keys);
       untranspose_rows(element(p.weights.data, p.dtype, first), p.dtype, offset, s.score, kMaxRows, s.block->rows,
                        keys);

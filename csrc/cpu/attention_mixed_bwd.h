@@ -178,6 +178,7 @@ class MixedBackwardWorker {
     std::fill_n(s_.delta, p_.H * kMaxRows, T(0));
     RowBlock& block = *scores_.block;
     bool seeing[kMaxRows] = {};
+    any_nan_ = false;
     for (int64_t g = 0; g < p_.H; ++g) {
       const int64_t place = statistics_of(g);
       const T* lse = static_cast<const T*>(p_.lse) + place;
@@ -185,6 +186,7 @@ class MixedBackwardWorker {
       for (int r = 0; r < kMaxRows; ++r) {
         const bool sees = r < block.rows && lse[r] != -kInf;
         s_.lse[g * kMaxRows + r] = sees ? lse[r] : kInf;
+        any_nan_ |= sees && std::isnan(lse[r]);
         s_.lse_rest[g * kMaxRows + r] = sees && rest ? rest[r] : T(0);
         seeing[r] |= sees;
       }
@@ -250,6 +252,7 @@ class MixedBackwardWorker {
         for (int j = 0; j < keys; ++j, x += kMaxRows) store(x, exp2<Degree>(((load(x) - lse) - rest) * log2e));
       }
     }
+    if (any_nan_) scores_.hide_weights(s_.weights, keys);
   }
 
   // dP, which may overwrite `work`.
@@ -405,6 +408,7 @@ class MixedBackwardWorker {
   double *dpre_ = nullptr, *dpost_ = nullptr, *dsinks_ = nullptr;
   T *dk_ = nullptr, *dv_ = nullptr;
   bool all_finite_ = true;
+  bool any_nan_ = false;  // in a logsumexp of the block
 };
 
 template <class T>

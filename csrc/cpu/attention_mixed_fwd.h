@@ -106,6 +106,7 @@ class MixedForwardBlock {
       }
       const FinishedRow<T> row = finish_row(s_.row_max[at], s_.row_sum[at], T(1), sink);
       s_.inverse[at] = row.inverse;
+      any_nan_ |= std::isnan(row.inverse);
       const int64_t place = block.b * p_.rows_stride_b + g * p_.rows_stride_h + block.query[r];
       lse[place] = row.lse;
       if (lse_rest) lse_rest[place] = row.lse_rest;
@@ -130,6 +131,7 @@ class MixedForwardBlock {
         }
       }
     }
+    if (any_nan_) s_.scores.hide_weights(tile, keys);
     T* weights = p_.post_mix ? s_.work : tile;
     if (p_.post_mix) {
       mix_heads(weights, tile, static_cast<const T*>(p_.post_mix), Mix::plain, p_.H, lanes, keys);
@@ -191,6 +193,7 @@ class MixedForwardBlock {
 
   const AttentionMixedForward& p_;
   MixedForwardScratch<T> s_;
+  bool any_nan_ = false;  // in a weight
 };
 
 inline int64_t mixed_forward_tasks(const AttentionProblem& p) { return p.B * ((p.Sq + kMaxRows - 1) / kMaxRows); }

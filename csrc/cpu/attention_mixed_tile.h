@@ -185,6 +185,14 @@ struct MixedScores {
     }
   }
 
+  // Weights of rows that see NaN are NaN, but not where hidden.
+  void hide_weights(T* tile, int keys) const {
+    for (int64_t g = 0; g < p.H; ++g, tile += kHeadTile) {
+      if (masks.kind(g) == TileKind::none) std::fill_n(tile, kMaxRows * keys, T(0));
+      if (masks.kind(g) == TileKind::some) hide(tile, kMaxRows, masks.mask(g), lanes, keys, T(0));
+    }
+  }
+
   // What dropout multiplies the weights of head g with, in `bias`.
   const T* dropout(int64_t g, int64_t first_key, int keys) const {
     uint32_t batch_head[kMaxRows] = {}, query[kMaxRows] = {};

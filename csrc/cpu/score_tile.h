@@ -92,7 +92,8 @@ struct FinishedRow {
   T lse, lse_rest;  // the denominator's logarithm, and what rounding took from it
 };
 
-// row_max * natural is the greatest score as the user knows it; sink: -inf for none.
+// row_max * natural is the greatest score as the user knows it, NaN passed over, so that only row_sum tells of NaN;
+// sink: -inf for none.
 template <class T>
 inline FinishedRow<T> finish_row(T row_max, T row_sum, T natural, T sink) {
   constexpr T kInf = std::numeric_limits<T>::infinity();
@@ -106,7 +107,7 @@ inline FinishedRow<T> finish_row(T row_max, T row_sum, T natural, T sink) {
   }
   const T log_total = std::log(total);
   FinishedRow<T> row{empty ? T(0) : share / total, -kInf, T(0)};
-  if (top == -kInf) return row;
+  if (total == 0) return row;
   row.lse = std::fma(top, natural, log_total);
   row.lse_rest = std::fma(top, natural, -row.lse) + log_total;
   return row;

@@ -145,7 +145,9 @@ struct MixedTile {
         const bool sees = at.row + own(i) < p.Sq && lse[place] != -A(INFINITY);
         for (int j = 0; j < kPer; ++j)
           weights[g * kMixedPairs + pair(i, j)] =
-              sees ? exponential((score(g, i, j) - lse[place]) - (lse_rest ? lse_rest[place] : A(0))) : A(0);
+              sees && visible(g, i, j)
+                  ? exponential((score(g, i, j) - lse[place]) - (lse_rest ? lse_rest[place] : A(0)))
+                  : A(0);
       }
   }
 
