@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import mha_ext
-from mha_ext import masks
 
 LENGTHS = [1, 2, 5, 8, 9, 16, 31, 33, 64, 65, 70]
 BIASES = ["none", "Sq,Sk", "1,H,1,Sk", "B,1,1,Sk", "B,H,Sq,Sk", "B,1,Sq,1"]
