@@ -5,7 +5,7 @@ The tests on the way in are cheap; messages are only built once something is wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -149,8 +149,19 @@ def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, 
     return as_4d(bias, "bias", B, H, Sq, Sk)
 
 
-def not_tensors(names: str, *given: Any) -> Exception:
-    return TypeError(f"{names} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
+def elsewhere(function: Callable[..., Any], names: Sequence[str], arguments: dict[str, Any]) -> Any:
+    """What function(**arguments) gives where not all of the named arguments are tensors: an object that stands in for a
+    tensor, such as torch.fx's proxies, takes the call, or it is refused."""
+    tensors = [arguments[name] for name in names]
+    if torch.overrides.has_torch_function(tensors):
+        return torch.overrides.handle_torch_function(function, tensors, **arguments)
+    raise not_tensors(names, *tensors)
+
+
+def not_tensors(names: Sequence[str], *given: Any) -> Exception:
+    if len(names) == 1:
+        return TypeError(f"{names[0]} is a {type(given[0]).__name__}; accepted: a tensor.")
+    return TypeError(f"{', '.join(names)} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int]:

@@ -75,7 +75,7 @@ def attention_cached(
             block_table for visible keys that is no page. (On a GPU, such keys count as NaN.)
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise _checks.not_tensors("q, k, v", q, k, v)
+        return _checks.elsewhere(attention_cached, "qkv", locals())
     tensors = (q, k, v, bias, sinks, k_scale, v_scale)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise ValueError(

@@ -102,9 +102,10 @@ def explain(
         ValueError, TypeError: what attention would raise.
     """
     given = (q, k, v)
+    if not all(isinstance(x, Tensor) for x in given):
+        raise _checks.not_tensors("qkv", *given)
     for x, name in zip(given, "qkv"):
-        if isinstance(x, Tensor):
-            _checks.dense(x, name)
+        _checks.dense(x, name)
     q, k, v, added, args, scale, sinks, mixes = attention_arguments(
         q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
     )

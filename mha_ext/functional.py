@@ -115,7 +115,9 @@ def attention(
     Raises:
         ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
-    if isinstance(q, Tensor) and q.is_nested:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return _checks.elsewhere(attention, "qkv", locals())
+    if q.is_nested:
         return nested.attention(
             q, k, v, 2, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
             pre_mix=pre_mix, post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_lse=return_lse,
@@ -162,9 +164,7 @@ def attention_arguments(
     post_mix: Tensor | None,
     deterministic: bool | None,
 ) -> Any:
-    """Checks what attention was given, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise _checks.not_tensors("q, k, v", q, k, v)
+    """Checks what attention was given, tensors q, k, v, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
     if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q.device.type, q, k, v)
     B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
@@ -228,6 +228,8 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
 
     Attention does not need this copy: x.unflatten(-1, (H, D)).transpose(1, 2) is read in place.
     """
+    if not isinstance(x, Tensor):
+        return _checks.elsewhere(split_heads, "x", locals())
     _checks.one_tensor(x, "x", "[B,S,H*D]", 3, _ops.without_cuda)
     if num_heads < 1 or x.shape[2] % num_heads:
         raise ValueError(
@@ -243,6 +245,8 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
 
 def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
     """[B,H,S,D] -> [B,S,H*D] contiguous; with mix [H,H], head g of the result is sum_h mix[h,g] * (head h of x)."""
+    if not isinstance(x, Tensor):
+        return _checks.elsewhere(merge_heads, "x", locals())
     _checks.one_tensor(x, "x", "[B,H,S,D]", 4, _ops.without_cuda)
     if mix is not None:
         mix = _parameter(mix, "mix", (x.shape[1], x.shape[1]), x)
@@ -269,7 +273,9 @@ def masked_softmax(
     Returns:
         The weights, in scores' shape and type, contiguous. A row that sees no key is 0.
     """
-    if isinstance(scores, Tensor) and scores.dim() == 2:
+    if not isinstance(scores, Tensor):
+        return _checks.elsewhere(masked_softmax, ("scores",), locals())
+    if scores.dim() == 2:
         _checks.dense(scores, "scores")
         return masked_softmax(
             scores[None, None], mask, bias=bias, scale=scale, dropout_p=dropout_p, rng_state=rng_state

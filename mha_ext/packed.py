@@ -84,6 +84,8 @@ def attention_qkvpacked(
     Raises:
         ValueError, TypeError: what does not fit, in one sentence with the fix.
     """
+    if not isinstance(qkv, Tensor):
+        return _checks.elsewhere(attention_qkvpacked, ("qkv",), locals())
     qkv, num_heads = _as_heads(qkv, num_heads)
     if qkv.device.type != "meta" and torch.is_autocast_enabled(qkv.device.type):
         (qkv,) = _autocast(qkv.device.type, qkv)
@@ -114,8 +116,6 @@ def attention_qkvpacked(
 
 def _as_heads(qkv: Tensor, num_heads: int | None) -> tuple[Tensor, int]:
     """(qkv [B,S,H + 2*Hk,D], H)"""
-    if not isinstance(qkv, Tensor):
-        raise TypeError(f"qkv is a {type(qkv).__name__}; accepted: a tensor [B,S,3,H,D], or [B,S,H + 2*Hk,D].")
     _checks.dense(qkv, "qkv")
     if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads in (None, qkv.shape[3]):
         return qkv.flatten(2, 3), qkv.shape[3]

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
         [..., H, Sq, Dv]. Unlike torch, a row that sees no key gives 0 instead of NaN.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        raise _checks.not_tensors("query, key, value", query, key, value)
+        return _checks.elsewhere(scaled_dot_product_attention, ("query", "key", "value"), locals())
     if query.is_nested or key.is_nested or value.is_nested:
         return _nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not (query.dim() == key.dim() == value.dim() == 4):

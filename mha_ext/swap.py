@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .nn import MultiheadAttention
+from .nn._torchs_ways import be_a_leaf, call_forward_always
 from .sdpa import scaled_dot_product_attention
 
 
@@ -58,7 +59,7 @@ class SwapReport:
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
     _changes: list[Any] = dataclasses.field(
         default_factory=list, repr=False
-    )  # (module, class before, class now, flag before)
+    )  # (module, class before, class now, our hook)
 
     def undo(self) -> None:
         """Makes every replaced module what it was; weights, hooks and flags stay as they are by then.
@@ -72,10 +73,11 @@ class SwapReport:
                     f"{name or 'the model'} is a {type(module).__name__} by now; accepted: the {now.__name__} that "
                     f"swap_attention made of {was}: undo before anything else wraps it."
                 )
-        for module, before, _, flag in self._changes:
+        for module, before, _, hook in self._changes:
             module.__class__ = before
-            if flag is not None:
-                module._qkv_same_embed_dim = flag
+            if hook is not None:
+                hook.remove()
+                del module.__module__
         self.replaced, self._changes = {}, []
 
     def __str__(self) -> str:
@@ -113,12 +115,13 @@ def swap_attention(model: torch.nn.Module) -> SwapReport:
         if isinstance(choice, str):
             report.kept[name] = choice
         elif choice is not None:
-            before, flag = type(module), None
+            before, hook = type(module), None
             module.__class__ = choice
-            if choice is MultiheadAttention:  # see its __init__
-                flag, module._qkv_same_embed_dim = module._qkv_same_embed_dim, False
+            if choice is MultiheadAttention:  # as its __init__
+                be_a_leaf(module)
+                hook = call_forward_always(module)
             report.replaced[name] = _name(before)
-            report._changes.append((module, before, choice, flag))
+            report._changes.append((module, before, choice, hook))
     return report
 
 

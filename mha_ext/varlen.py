@@ -95,7 +95,7 @@ def attention_varlen(
             cu_seqlens (RuntimeError in compiled code).
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise _checks.not_tensors("q, k, v", q, k, v)
+        return _checks.elsewhere(attention_varlen, "qkv", locals())
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "sinks": sinks,
         "pre_mix": pre_mix, "post_mix": post_mix, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,

@@ -96,6 +96,8 @@ def ring_attention(
     form, problem, lengths = None, None, (0, 0)
     try:
         check_layout(layout)
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            raise _checks.not_tensors("qkv", q, k, v)
         q, k, v, _, _, scale, sinks, *_ = attention_arguments(
             q, k, v, None, None, scale, 0.0, softcap, sinks, None, None, deterministic
         )

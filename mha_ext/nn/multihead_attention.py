@@ -11,15 +11,17 @@ from torch import Tensor
 from .. import masks, nested
 from .._checks import text
 from ..functional import attention
+from ._torchs_ways import be_a_leaf, call_forward_always
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """A drop-in for torch.nn.MultiheadAttention (Vaswani et al., "Attention is all you need", 2017).
 
     Arguments, parameters, their initial values, state_dict, shapes and mask polarity (True = masked out) are torch's,
-    and so are outputs and gradients, in training and evaluation, with one difference: where every key of a query is
-    masked out, attention and its weights are 0 instead of NaN. Nothing of size L x S is stored unless need_weights or
-    a mask asks.
+    and so are outputs and gradients, in training and evaluation, with two differences: where every key of a query is
+    masked out, attention and its weights are 0 instead of NaN; and keys that add_bias_kv or add_zero_attn adds stay visible
+    where is_causal stands for attn_mask (torch hides them from all queries if need_weights is False, but not if it is
+    True). Nothing of size L x S is stored unless need_weights or a mask asks.
     """
 
     def __init__(
@@ -43,14 +45,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # torch's transformer layers, in evaluation, compute attention themselves from a module whose flag is true, with
-        # other results for fully masked rows; false sends them through forward().
-        self._qkv_same_embed_dim = False
-
-    def _reset_parameters(self) -> None:
-        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
-        super()._reset_parameters()
-        self._qkv_same_embed_dim = flag
+        be_a_leaf(self)
+        call_forward_always(self)
 
     def forward(
         self,
@@ -70,7 +66,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask: (N,S), or (S) unbatched: bool (True = ignore the key) or floating-point (added).
             need_weights: also return the weights, averaged over the heads if average_attn_weights.
             attn_mask: (L,S) or (N*num_heads,L,S): bool (True = masked out) or floating-point (added).
-            is_causal: a hint that attn_mask is the causal mask; it needs attn_mask.
+            is_causal: a hint that attn_mask is the causal mask, which then need not be read; it needs attn_mask.
 
         Returns:
             The output in query's shape, and the weights (N,L,S) or (N,num_heads,L,S) (unbatched without N) or None.
@@ -87,7 +83,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         q, k, v = self._project(query, key, value, batch_dim)
-        mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
+        trust_causal_hint = is_causal and not need_weights and self.bias_k is None and not self.add_zero_attn
+        mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, trust_causal_hint)
         dropout = self.dropout if self.training else 0.0
         found: Any = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, return_weights=need_weights)
         out, weights = found if need_weights else (found, None)

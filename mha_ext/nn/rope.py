@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._torchs_ways import be_a_leaf
+
 
 class RotaryEmbedding(torch.nn.Module):
     """Rotates queries or keys by angles by position: scores then depend on distances.
@@ -24,6 +26,7 @@ class RotaryEmbedding(torch.nn.Module):
         if not base > 0:
             raise ValueError(f"base is {base}; rotary embeddings accept a positive base.")
         self.head_dim, self.base = head_dim, base
+        be_a_leaf(self)
 
     def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
         """x [B,H,S,head_dim], rotated, in x's type. The positions are start, start + 1, ...; start is an int, or an

@@ -11,6 +11,7 @@ from .. import masks as m
 from .. import nested
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
+from ._torchs_ways import be_a_leaf
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
@@ -55,6 +56,7 @@ class _Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.head_shards = 1  # processes with an equal share of the heads each, see mha_ext.distributed.HeadParallel
         self.register_load_state_dict_pre_hook(_load_either_packing)
+        be_a_leaf(self)
 
     def _own_mask(self) -> m.Mask | None:
         if self.window is None:
