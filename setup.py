@@ -2,7 +2,8 @@
 LibTorch's stable ABI, so that one build serves torch 2.11 and later.
 
 MHA_EXT_CUDA=1 (or FORCE_CUDA=1) asks for CUDA, MHA_EXT_CUDA=0 for none; without either it is built where a GPU is visible.
-TORCH_CUDA_ARCH_LIST names the architectures (default 8.0+PTX).
+TORCH_CUDA_ARCH_LIST names the compute capabilities to build for; without it, those of the visible GPUs or, where none is
+visible, all (ARCHITECTURES).
 """
 
 import glob
@@ -17,6 +18,11 @@ from setuptools import setup
 FLOOR = (2, 11)
 TORCH_TARGET_VERSION = f"0x{FLOOR[0]:02x}{FLOOR[1]:02x}000000000000ULL"
 ROOT = os.path.dirname(os.path.abspath(__file__))
+
+
+# Machine code for all GPUs that the kernels are for (8.6's also runs on 8.9), and PTX for those to come.
+ARCHITECTURES = "8.0;8.6;9.0;10.0;12.0+PTX"
+GENERATIONS = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}  # as torch names them
 
 
 def stop(sentence):
@@ -76,8 +82,44 @@ def decide_cuda(torch):
     if not asked and not torch.cuda.is_available():
         return False, "no GPU was visible to the build (MHA_EXT_CUDA=1 builds for one that is elsewhere)"
     os.environ["CUDA_HOME"] = toolkit
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
-    return True, f"nvcc of {toolkit}, architectures {os.environ['TORCH_CUDA_ARCH_LIST']}"
+    return True, f"nvcc of {toolkit}"
+
+
+def architectures(asked, visible=()):
+    """What to compile for: (a list as TORCH_CUDA_ARCH_LIST for all kernels but those for 9.0a, whether to build the latter, how that
+    came about).
+
+    asked: TORCH_CUDA_ARCH_LIST or None; visible: the compute capabilities of the GPUs that are there, as (major, minor).
+    """
+    names = (asked or "").replace(";", " ").replace(",", " ").split()
+    if names and names != ["native"]:
+        why = "as TORCH_CUDA_ARCH_LIST asks"
+    elif visible:
+        names = [f"{major}.{minor}" for major, minor in sorted(set(visible))]
+        why = "those of the visible GPUs alone"
+    else:
+        names = ARCHITECTURES.split(";")
+        why = "as neither TORCH_CUDA_ARCH_LIST is set nor a GPU visible"
+    chosen, old = [], []
+    for name in names:
+        name, plus, ptx = name.partition("+")
+        expanded = GENERATIONS.get(name, name).split(";")
+        for one in expanded:
+            number = re.fullmatch(r"(\d+)\.(\d)[af]?", one)
+            if number and int(number[1]) >= 8:
+                chosen.append(one + (plus + ptx if one == expanded[-1] else ""))
+            elif number or one in ("Kepler", "Maxwell", "Pascal", "Volta", "Turing"):
+                old.append(one)
+            else:
+                stop(f"TORCH_CUDA_ARCH_LIST names {name}; it takes compute capabilities such as 8.6 or 9.0+PTX.")
+    if not chosen:
+        stop(f"{', '.join(old)} is older than compute capability 8.0, which the CUDA kernels need; set MHA_EXT_CUDA=0.")
+    if old:
+        why += f"; left out {', '.join(old)}: the kernels need 8.0 or later"
+    hopper = [name for name in chosen if name.startswith("9.0")]
+    rest = [name for name in chosen if not name.startswith("9.0a")]
+    rest = rest or [name.replace("9.0a", "9.0") for name in hopper]
+    return ";".join(dict.fromkeys(rest)), bool(hopper), why
 
 
 def sources(*patterns):
@@ -88,6 +130,12 @@ def extensions():
     require_compiler()
     torch = require_torch()
     cuda, reason = decide_cuda(torch)
+    if cuda:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        visible = [torch.cuda.get_device_capability(i) for i in range(count)]
+        listed, hopper, why = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = listed
+        reason += f", compute capabilities {listed}{' and 9.0a' if hopper else ''}, {why}"
     print(f"mha_ext: building {'with' if cuda else 'without'} CUDA: {reason}", file=sys.stderr)
     from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
@@ -95,7 +143,8 @@ def extensions():
     with open(os.path.join(ROOT, "mha_ext", "VERSION")) as f:
         version = f.read().strip()
     texts = {"MHA_EXT_VERSION": version, "MHA_EXT_TORCH": torch.__version__, "MHA_EXT_CUDA_REASON": reason}
-    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *((name, f'"{text}"') for name, text in texts.items())]
+    target = ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)
+    macros = [target, *((name, f'"{text}"') for name, text in texts.items())]
     cxx = ["-O3", "-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", "-g0", *system_headers]
     built = [
         CppExtension(
@@ -111,22 +160,19 @@ def extensions():
         hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
         nvcc += [f"-U__CUDA_NO_{name}__" for name in hidden]
         no_spills = "-Xptxas=-warn-spills,-Werror"
-        architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split()
-        others = [name for name in architectures if not name.startswith("9.0a")] or ["8.0+PTX"]
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(others)
-        sm80 = [no_spills] if others in (["8.0"], ["8.0+PTX"]) else []  # which the kernels' tiles are sized for
+        sm80 = [no_spills] if listed in ("8.0", "8.0+PTX") else []  # which the kernels' tiles are sized for
         # An image for 9.0a would be preferred to the PTX of 8.0, so kernels for the one are not compiled for the other.
         sm90 = [f"-gencode=arch=compute_90a,code={code}_90a" for code in ("sm", "compute")] + [no_spills]
         files = sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu")
         modules = {"_C_cuda": ([file for file in files if "_sm90_" not in file], sm80)}
-        if len(others) < len(architectures):
+        if hopper:
             modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cu", "csrc/cuda/inst/*_sm90_*.cu"), sm90)
         for name, (files, flags) in modules.items():
             built.append(
                 CUDAExtension(
                     f"mha_ext.{name}",
                     files,
-                    define_macros=[*macros, ("USE_CUDA", None)],
+                    define_macros=[target, ("USE_CUDA", None)],
                     extra_compile_args={"cxx": cxx, "nvcc": nvcc + flags},
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -17,6 +18,15 @@ import mha_ext
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path(mha_ext._library._C.__file__)
 
+
+
+def setup_py():
+    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 
 
@@ -30,6 +40,39 @@ def undefined() -> list[str]:
         ["nm", "-D", "-C", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True
     ).stdout
     return [line.strip().removeprefix("U ").removeprefix("w ").strip() for line in found.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "asked, visible, listed, hopper",
+    [
+        (None, [], "8.0;8.6;9.0;10.0;12.0+PTX", True),
+        (None, [(8, 6)], "8.6", False),
+        (None, [(9, 0), (8, 0), (9, 0)], "8.0;9.0", True),
+        ("", [(12, 0)], "12.0", False),
+        ("native", [(8, 9)], "8.9", False),
+        ("8.6", [(9, 0)], "8.6", False),
+        ("9.0", [], "9.0", True),  # brings the kernels for 9.0a
+        ("9.0a", [], "9.0", True),  # which need the rest for 9.0
+        ("9.0a+PTX", [], "9.0+PTX", True),
+        ("8.0+PTX;9.0a", [], "8.0+PTX", True),
+        ("8.0 9.0 9.0a+PTX", [], "8.0;9.0", True),
+        ("7.5;8.0", [], "8.0", False),
+        ("Turing;Ampere Hopper+PTX", [], "8.0;8.6;9.0+PTX", True),
+        ("10.0a;12.0f", [], "10.0a;12.0f", False),
+    ],
+)
+def test_architectures_to_build_for(asked, visible, listed, hopper):
+    old = [name for name in ("7.5", "Turing") if name in (asked or "")]
+    found, has_hopper, why = setup_py().architectures(asked, visible)
+    assert (found, has_hopper) == (listed, hopper)
+    assert why.count("\n") == 0 and ("left out" in why) == bool(old) and all(name in why for name in old)
+    assert ("visible" in why) == (asked in (None, "", "native"))
+
+
+@pytest.mark.parametrize("asked, said", [("7.5;Volta", "7.5, Volta is older than"), ("9", "names 9;"), ("Foo", "names Foo;")])
+def test_architectures_that_nothing_can_be_built_for(asked, said):
+    with pytest.raises(SystemExit, match=said):
+        setup_py().architectures(asked)
 
 
 @needs_nm

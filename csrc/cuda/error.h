@@ -7,10 +7,12 @@
 
 namespace mha::cuda {
 
+// What is thrown is no longer the runtime's last error: whoever asks for that next would blame another kernel.
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error) + " (" +
-                             cudaGetErrorName(error) + ")");
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string(what) + " failed: " + cudaGetErrorString(error) + " (" +
+                           cudaGetErrorName(error) + ")");
 }
 
 // The number of blocks as grid.x takes it (up to 2^31 - 1).

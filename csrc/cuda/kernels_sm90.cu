@@ -17,7 +17,7 @@ void use_sm90(const KernelsSm90* given) { kernels = given; }
 const KernelsSm90& kernels_sm90() { return *kernels; }
 
 const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout) {
-  if (!kernels) return "this build has none (TORCH_CUDA_ARCH_LIST was set without 9.0a)";
+  if (!kernels) return "this build has none (TORCH_CUDA_ARCH_LIST was set without 9.0)";
   int device = 0, major = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
