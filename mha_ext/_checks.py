@@ -5,6 +5,7 @@ The tests on the way in are cheap; messages are only built once something is wro
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,10 +86,33 @@ def bool_mask(mask: Tensor, name: str) -> None:
     raise TypeError(f"{given}: convert it with {name}.bool() or {name} != 0.")
 
 
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes holds; in compiled code, whether it holds for all that the program is for. To ask for more
+    there would make it one for these sizes alone."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
+
+        return statically_known_true(condition)
+    return bool(condition)
+
+
+def same(n: int, size: int) -> bool:
+    """Whether two sizes are equal, or may be in compiled code: the op compares them when it runs."""
+    return not known(n != size)
+
+
+def one_or(n: int, size: int) -> bool:
+    """Whether a dimension of n numbers broadcasts to this size."""
+    return same(n, size) or n == 1
+
+
 def as_4d(x: Tensor, name: str, B: int, H: int, Sq: int, Sk: int) -> Tensor:
     """x as a 4-d tensor whose dimensions are full or 1; x is [Sq,Sk] or has four such dimensions already."""
     shape = x.shape
-    if len(shape) == 4:
+    if torch.compiler.is_compiling():
+        if len(shape) in (2, 4) and all(map(one_or, shape, (B, H, Sq, Sk)[-len(shape) :])):
+            return x if len(shape) == 4 else x[None, None]
+    elif len(shape) == 4:
         b, h, i, j = shape
         if (b == B or b == 1) and (h == H or h == 1) and (i == Sq or i == 1) and (j == Sk or j == 1):
             return x
@@ -249,22 +273,36 @@ def one_tensor(x: Tensor, name: str, shape: str, dim: int, without_cuda: str | N
         raise no_cuda(without_cuda)
 
 
-def number(name: str, x: float) -> None:
-    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
-        fix = ": multiply q by it if it is to be learned" if name == "scale" else ""
-        raise TypeError(f"{name} is a {type(x).__name__}; accepted: a number{fix}.")
+def number(name: str, x: Any) -> float:
+    """x as the ops take it; numpy's scalars are numbers, too."""
+    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        return x  # type: ignore[return-value]  # a symbolic number does what a number does
+    if isinstance(x, numbers.Real):
+        return float(x)
+    fix = ": multiply q by it if it is to be learned, or use .item()" if name == "scale" else ""
+    fix = fix or (": use .item()" if isinstance(x, Tensor) else "")
+    raise TypeError(f"{name} is a {type(x).__name__}; accepted: a number{fix}.")
 
 
-def probability(name: str, p: float) -> None:
-    number(name, p)
+def whole(x: Any) -> int | None:
+    """x if it is a whole number, as an int (a symbolic one stays); else None."""
+    if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
+        return x  # type: ignore[return-value]  # a SymInt does what an int does
+    return int(x) if isinstance(x, numbers.Integral) and not isinstance(x, bool) else None
+
+
+def probability(name: str, p: float) -> float:
+    p = number(name, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; accepted: a probability in [0, 1].")
+    return p
 
 
-def softcap(c: float) -> None:
-    number("softcap", c)
+def softcap(c: float) -> float:
+    c = number("softcap", c)
     if not 0.0 <= c < float("inf"):
         raise ValueError(f"softcap is {c}; accepted: a positive limit of the scores, or 0 for none.")
+    return c
 
 
 def flag(name: str, x: bool | None) -> None:

@@ -40,7 +40,7 @@ library.define(
 # attention_fwd of q, k, v that are slices of one tensor [B,S,H+2*Hk,D]
 _modifiers = str(torch.ops.mha_ext.attention_fwd.default._schema).split("Tensor v, ")[1].split(", bool return_weights")[0]
 library.define(
-    f"attention_packed_fwd(Tensor qkv, int num_heads, {_modifiers}, bool deterministic) -> (Tensor out, Tensor lse, "
+    f"attention_packed_fwd(Tensor qkv, SymInt num_heads, {_modifiers}, bool deterministic) -> (Tensor out, Tensor lse, "
     "Tensor lse_rest)"
 )
 

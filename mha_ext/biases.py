@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._pytrees import Container, Self
 
 
-class Bias:
-    """Base of the biases. Subclasses say what a distance adds."""
+class Bias(Container):
+    """Base of the biases. Subclasses say what a distance adds, and name the attributes that hold tensors in ``tensors``."""
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """int64 [n] -> [H,n], what is added to the scores of each head at these distances."""
+        """int64 [n] -> [H,n], what is added to the scores of each head at these distances, in the parameters' type."""
         raise NotImplementedError
 
     def _heads(self) -> int:
@@ -30,14 +31,19 @@ class Bias:
         if self._heads() != H:
             raise ValueError(f"{name} is for {self._heads()} heads but q has {H}; accepted: one value per query head.")
         _checks.same_device(self._parameter(), name, device)
-        return self.of_distance(torch.arange(1 - Sk, max(Sq, 1 - Sk), device=device)).to(dtype)[None]
+        return self._in(dtype).of_distance(torch.arange(1 - Sk, max(Sq, 1 - Sk), device=device)).to(dtype)[None]
+
+    def _in(self: Self, dtype: torch.dtype) -> Self:
+        """The same with parameters of this type or a wider one: in half types, a slope times a distance would be off by
+        whole units. Gradients come in the parameters' own type."""
+        return self._map(lambda x: x.to(torch.promote_types(x.dtype, dtype)))
 
     def to_dense(self, Sq: int, Sk: int) -> Tensor:
-        """The bias as a tensor [H,Sq,Sk]."""
+        """The bias as a tensor [H,Sq,Sk], float32 (float64 for parameters of float64)."""
         device = self._parameter().device
         i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
         distance = j - i - (Sk - Sq)
-        return self.of_distance(distance.flatten()).unflatten(1, distance.shape)
+        return self._in(torch.float32).of_distance(distance.flatten()).unflatten(1, distance.shape)
 
     def _parameter(self) -> Tensor:
         raise NotImplementedError
@@ -48,6 +54,8 @@ class ALiBi(Bias):
 
     alibi_slopes(H) gives the paper's.
     """
+
+    tensors = ("slopes",)
 
     def __init__(self, slopes: Tensor):
         self.slopes = _floating(slopes, "ALiBi", "slopes", "[H]", 1)
@@ -65,12 +73,12 @@ class ALiBi(Bias):
         return f"ALiBi({_checks.text(self.slopes.shape)})"
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper, float32 [num_heads]: 2^(-8/n), 2^(-16/n), ... for n heads, a power of two; for other
-    numbers, those of the next lower power of two and then every second one of the next higher."""
+    numbers, those of the next lower power of two and then every second one of the next higher. device: as for torch.tensor."""
     n = 2 ** math.floor(math.log2(num_heads)) if num_heads > 0 else 0
     exponents = [-8 * (h + 1) / n for h in range(n)] + [-4 * (2 * h + 1) / n for h in range(num_heads - n)]
-    return torch.tensor([2.0**e for e in exponents])
+    return torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device=device)
 
 
 class T5Relative(Bias):
@@ -84,6 +92,8 @@ class T5Relative(Bias):
         table: floating-point [num_buckets,H], may require grad (nn.Embedding(num_buckets, H).weight).
         num_buckets, max_distance, bidirectional: as in T5.
     """
+
+    tensors = ("table",)
 
     def __init__(self, table: Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
         self.table = _floating(table, "T5Relative", "table", "[num_buckets,H]", 2)

@@ -115,12 +115,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
     if q.is_nested or k.is_nested or v.is_nested:  # shapes are asked for below; the op refuses other layouts
         for tensor, argument in zip((q, k, v), "qkv"):
             _checks.dense(tensor, argument)
-    shapes = f"q, k, v have shapes {_checks.text(q.shape)}, {_checks.text(k.shape)}, {_checks.text(v.shape)}"
     paged = block_table is not None
     accepted = "[pages,Hk,page_size,D], [pages,Hk,page_size,Dv]" if paged else "[B,Hk,Sk,D], [B,Hk,Sk,Dv]"
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[3] == q.shape[3]
     if not fits or not (paged or k.shape[0] == q.shape[0]) or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{shapes}; accepted: q [B,H,Sq,D] and k, v {accepted} with H a multiple of Hk.")
+        shapes = f"{_checks.text(q.shape)}, {_checks.text(k.shape)}, {_checks.text(v.shape)}"
+        raise ValueError(f"q, k, v have shapes {shapes}; accepted: q [B,H,Sq,D] and k, v {accepted} with H a multiple of Hk.")
     if q.dtype not in _checks.DTYPES:
         raise _checks.unsupported_dtype("q", q.dtype)
     if k.dtype != v.dtype or not (k.dtype == q.dtype or (k.dtype in QUANTISED and q.dtype != torch.float64)):

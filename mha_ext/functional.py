@@ -217,7 +217,7 @@ def score_arguments(
         D = q.shape[-1]
         scale = D**-0.5 if D > 0 else 1.0
     else:
-        _checks.number("scale", scale)
+        scale = _checks.number("scale", scale)
     if sinks is not None:
         sinks = _checks.sinks(sinks, q, H)
     return bias, scale, sinks
@@ -282,7 +282,7 @@ def masked_softmax(
         )[0, 0]
     _checks.one_tensor(scores, "scores", "[B,H,Sq,Sk] or [Sq,Sk]", 4, _ops.without_cuda)
     B, H, Sq, Sk = scores.shape
-    _checks.number("scale", scale)
+    scale = _checks.number("scale", scale)
     args = masks.lower(mask, B, H, Sq, Sk, scores.device)
     if bias is not None:
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, B, H, Sq, Sk)

@@ -119,8 +119,9 @@ def _as_heads(qkv: Tensor, num_heads: int | None) -> tuple[Tensor, int]:
     _checks.dense(qkv, "qkv")
     if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads in (None, qkv.shape[3]):
         return qkv.flatten(2, 3), qkv.shape[3]
-    if qkv.dim() == 4 and isinstance(num_heads, int) and num_heads >= 0:
-        kv_heads, odd = divmod(qkv.shape[2] - num_heads, 2)
+    heads = _checks.whole(num_heads)
+    if qkv.dim() == 4 and heads is not None and heads >= 0:
+        num_heads, kv_heads, odd = heads, (qkv.shape[2] - heads) // 2, (qkv.shape[2] - heads) % 2
         if not odd and (kv_heads > 0 and num_heads % kv_heads == 0 or kv_heads == num_heads == 0):
             return qkv, num_heads
     raise ValueError(

@@ -77,7 +77,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
-    visible = _visible(mask, B, H, Sq, Sk)
+    visible = _visible(mask, B, H, Sq, Sk, q.device)
     if scale is None:
         scale = D**-0.5 if D > 0 else 1.0
     keep = _kept(rng_state, dropout_p, B, H, Sq, Sk)
@@ -98,7 +98,8 @@ def masked_softmax(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """The same as mha_ext.masked_softmax for scores [B,H,Sq,Sk]."""
-    visible = _visible(mask, *scores.shape)
+    B, H, Sq, Sk = scores.shape
+    visible = _visible(mask, B, H, Sq, Sk, scores.device)
     return softmax(scores, bias, visible, scale, dropout_p, _kept(rng_state, dropout_p, *scores.shape))
 
 
@@ -263,7 +264,9 @@ def _philox4x32_10(
     return c0, c1, c2, c3
 
 
-def _visible(mask: masks.Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int) -> Tensor | None:
+def _visible(
+    mask: masks.Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device
+) -> Tensor | None:  # fmt: skip
     if mask is None:
         return None
-    return (mask if isinstance(mask, masks.Mask) else masks.Dense(mask)).to_dense(B, H, Sq, Sk)
+    return (mask if isinstance(mask, masks.Mask) else masks.Dense(mask)).to_dense(B, H, Sq, Sk, device=device)

@@ -216,6 +216,25 @@ def test_parameters_of_other_types_and_decoding():
     assert not mha_ext.attention(q, k, v, bias=biases.ALiBi(torch.ones(4))).requires_grad
 
 
+@pytest.mark.parametrize("kind", ["alibi", "t5"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_half_types_are_widened_first(kind, half):
+    """With 2048 keys: a slope times a distance, in bfloat16, would be off by up to 8; and gradients are summed before they round."""
+    x = cases.build(cases.Case(1, 2, 2, 16, 2048, 8, 8, torch.float32, "causal", layout="plain"))
+    parameter = make(kind, 2)[1].to(half).detach()
+    results = []
+    for given in (parameter.requires_grad_(), parameter.detach().float().requires_grad_()):
+        bias = biases.ALiBi(given) if kind == "alibi" else biases.T5Relative(given, 12, 40)
+        dense = bias.to_dense(16, 2048)
+        out = mha_ext.attention(x.q, x.k, x.v, mask=x.mask, bias=bias)
+        (grad,) = torch.autograd.grad(out, given, x.dout)
+        assert grad.dtype == given.dtype and dense.dtype == torch.float32
+        results.append((out, dense, grad.to(half)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    wide = biases.ALiBi(parameter) if kind == "alibi" else biases.T5Relative(parameter, 12, 40)
+    assert wide.lower(2, 3, 5, torch.float64, torch.device("cpu")).dtype == torch.float64
+
+
 @pytest.mark.parametrize("Sq,Sk", [(0, 0), (0, 3), (3, 0)])
 def test_sizes_of_zero(Sq, Sk):
     q, k = torch.randn(4, 2, Sq, 4), torch.randn(4, 2, Sk, 4)

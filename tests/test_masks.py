@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import cases
@@ -28,7 +29,7 @@ def zoo(B, H, Sq, Sk):
     o = Sk - Sq
     lengths = [(7 * b + 3) % (Sk + 2) for b in range(B)]  # 0 and more than Sk among them
     starts = [(5 * b + 1) % (Sk + 1) for b in range(B)]
-    t = torch.tensor
+    t = functools.partial(torch.tensor, dtype=torch.int64)
     yield "causal", masks.Causal(), lambda b, h, i, j: j <= i + o
     yield "causal bottom right", masks.Causal("bottom_right"), lambda b, h, i, j: j <= i + o
     yield "causal top left", masks.Causal(align="top_left"), lambda b, h, i, j: j <= i
@@ -45,13 +46,13 @@ def zoo(B, H, Sq, Sk):
     yield "prefix", masks.Prefix(t(lengths)), lambda b, h, i, j: j < lengths[b] or j <= i + o
     begin = [[(3 * b + i) % (Sk + 1) for i in range(Sq)] for b in range(B)]
     end = [[(5 * b + 2 * i) % (Sk + 2) for i in range(Sq)] for b in range(B)]  # also before begin, and beyond the keys
-    yield "intervals", masks.Intervals(t(begin), t(end)), lambda b, h, i, j: begin[b][i] <= j < end[b][i]
-    yield "intervals for all", masks.Intervals(t(begin[:1]), t([[Sk - 1]])), lambda b, h, i, j: begin[0][i] <= j < Sk - 1
+    yield "intervals", masks.Intervals(t(begin).view(B, Sq), t(end).view(B, Sq)), lambda b, h, i, j: begin[b][i] <= j < end[b][i]
+    yield "intervals for all", masks.Intervals(t(begin).view(B, Sq)[:1], t([[Sk - 1]])), lambda b, h, i, j: begin[0][i] <= j < Sk - 1
     if Sq == Sk:
         ids = [[(s * (b + 2)) // 3 % 3 for s in range(Sk)] for b in range(B)]
-        yield "documents", masks.Documents(t(ids)), lambda b, h, i, j: ids[b][i] == ids[b][j]
+        yield "documents", masks.Documents(t(ids).view(B, Sk)), lambda b, h, i, j: ids[b][i] == ids[b][j]
         other = [[s % 2 for s in range(Sk)] for b in range(B)]
-        yield "documents 2", masks.Documents(t(other)), lambda b, h, i, j: other[b][i] == other[b][j]
+        yield "documents 2", masks.Documents(t(other).view(B, Sk)), lambda b, h, i, j: other[b][i] == other[b][j]
     for sizes in {(Sq, Sk), (B, 1, Sq, Sk), (1, H, Sq, Sk), (B, H, Sq, Sk), (1, 1, 1, Sk), (B, 1, Sq, 1), (1, 1, 1, 1)}:
         dense = torch.rand(sizes, generator=cases.generator(sum(sizes))) < 0.6
         full = dense.expand(B, H, Sq, Sk)
@@ -93,6 +94,114 @@ def test_and_leaves_its_operands_alone():
     before = causal.to_dense(*shape), padding.to_dense(*shape)
     _ = causal & padding & masks.Window(1, 0)
     assert torch.equal(causal.to_dense(*shape), before[0]) and torch.equal(padding.to_dense(*shape), before[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+def test_or_and_not_are_those_of_the_dense_forms(shape):
+    kinds = list(zoo(*shape))
+    for name, mask, visible in kinds:
+        assert torch.equal((~mask).to_dense(*shape), ~by_definition(shape, visible)), f"~ {name}"
+        assert (~~mask) is mask
+    for (name, mask, _), (other_name, other, _) in itertools.product(kinds, kinds):
+        a, b = mask.to_dense(*shape), other.to_dense(*shape)
+        assert torch.equal((mask | other).to_dense(*shape), a | b), f"{name} | {other_name}"
+        assert torch.equal((~(mask & other) & (mask | ~other)).to_dense(*shape), ~(a & b) & (a | ~b)), f"{name}, {other_name}"
+
+
+def test_bool_tensors_are_parts():
+    seen = torch.rand(5, 5, generator=cases.generator(0)) < 0.5
+    causal = masks.Causal().to_dense(5, 5)[0, 0]
+    for mask, expected in (
+        (masks.Causal() & seen, causal & seen), (seen & masks.Causal(), causal & seen), (masks.Causal() | seen, causal | seen),
+        (seen | masks.Causal(), causal | seen), (~masks.Causal() & seen & ~masks.Window(3, 0), seen & ~causal & ~masks.Window(3, 0).to_dense(5, 5)[0, 0]),
+    ):  # fmt: skip
+        assert torch.equal(mask.to_dense(5, 5)[0, 0], expected), mask
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_or_and_not_in_the_kernels(packed, device):
+    """As the same dense mask, forward and backward; each packed sequence with an offset of its own."""
+    starts, lengths = torch.tensor([0, 5, 12], device=device), torch.tensor([4, 6], device=device)
+    ids = torch.arange(7, device=device).div(3, rounding_mode="floor")[None]
+
+    def shown(mask, n):
+        """Of n queries and keys of the 7; documents are given for 7, and these masks have no offset."""
+        return mask.to_dense(2, 1, 7, 7)[:, :, :n, :n]
+
+    for mask in (
+        masks.Causal() | masks.Padding(lengths - 2), ~masks.Window(1, 1), ~masks.Padding(lengths - 2) & masks.Causal(),
+        ~(masks.Causal() | masks.LeftPadding(lengths)) | masks.Documents(ids), ~masks.Window(None, None), masks.Window(None, None) | masks.Causal(),
+    ):  # fmt: skip
+        leaves = [torch.randn(2, 2, 7, 8, device=device, dtype=torch.float64).requires_grad_() for _ in range(3)]
+        if packed:
+            rows = [torch.cat([x[0, :, :5], x[1]], 1).transpose(0, 1) for x in leaves]  # sequences of 5 and of 7
+            got = mha_ext.attention_varlen(*rows, starts, starts, max_seqlen_q=7, max_seqlen_k=7, mask=mask)
+            alone = [
+                mha_ext.attention(*(x[b : b + 1, :, :n] for x in leaves), mask=shown(mask, n)[b : b + 1])
+                for b, n in ((0, 5), (1, 7))
+            ]
+            expected = torch.cat([x[0].transpose(0, 1) for x in alone])
+        else:
+            got = mha_ext.attention(*leaves, mask=mask)
+            expected = mha_ext.attention(*leaves, mask=mask.to_dense(2, 1, 7, 7))
+        torch.testing.assert_close(got, expected, msg=repr(mask))
+        for a, b in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (got, expected))):
+            torch.testing.assert_close(a, b, msg=repr(mask))
+
+
+def test_to_dense_of_two_sizes_has_the_masks_own_batch_and_heads():
+    padding, heads = masks.Padding(torch.tensor([1, 2, 3])), masks.Dense(torch.ones(1, 4, 5, 5, dtype=torch.bool))
+    assert masks.Causal().to_dense(5, 7).shape == (1, 1, 5, 7)
+    assert padding.to_dense(5, 7).shape == (3, 1, 5, 7)
+    assert torch.equal((padding & heads | masks.Causal()).to_dense(5, 5), (padding & heads | masks.Causal()).to_dense(3, 4, 5, 5))
+    assert masks.BlockSparse(torch.ones(2, 3, 2, 2, dtype=torch.bool), 4).to_dense(5, 5).shape == (2, 3, 5, 5)
+    with pytest.raises(TypeError, match="3 sizes; accepted: Sq, Sk, or B, H, Sq, Sk"):
+        masks.Causal().to_dense(1, 5, 7)
+
+
+EMPTY = [(2, 2, 0, 7), (2, 2, 7, 0), (2, 2, 0, 0), (0, 2, 7, 7), (2, 0, 7, 7)]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+def test_sizes_of_zero(shape):
+    """Right shapes and zeros from every mask, alone, negated and joined, in every function."""
+    B, H, Sq, Sk = shape
+    for name, mask, _ in every_kind(*shape):
+        assert mask.to_dense(*shape).shape == shape, name
+        q, k, v = (torch.randn(B, H, n, 4).requires_grad_() for n in (Sq, Sk, Sk))
+        out, lse, weights = mha_ext.attention(q, k, v, mask=mask, return_lse=True, return_weights=True)
+        assert out.shape == q.shape and lse.shape == shape[:3] and weights.shape == shape, name
+        if Sk == 0:
+            assert not out.any() and (lse == -torch.inf).all(), name
+        if 0 in (Sq, Sk):
+            assert all(g.shape == x.shape and not g.any() for g, x in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v))), name
+        scores = torch.randn(shape).requires_grad_()
+        soft = mha_ext.masked_softmax(scores, mask)
+        assert soft.shape == shape and torch.autograd.grad(soft.sum(), scores)[0].shape == shape, name
+        with torch.no_grad():
+            if H > 0:
+                assert mha_ext.attention_cached(q, k, v, mask=mask).shape == q.shape, name
+            starts_q, starts_k = (torch.arange(B + 1) * n for n in (Sq, Sk))
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+            found = mha_ext.attention_varlen(*packed, starts_q, starts_k, max_seqlen_q=Sq, max_seqlen_k=Sk, mask=mask)
+            assert found.shape == packed[0].shape, name
+            if Sq == Sk:
+                qkv = torch.randn(B, Sq, 3, H, 4)
+                assert mha_ext.attention_qkvpacked(qkv, mask=mask).shape == (B, Sq, H, 4), name
+
+
+def every_kind(B, H, Sq, Sk):
+    """zoo's masks and those of blocks, alone, negated, and joined with one another in turn"""
+    kinds = list(zoo(B, H, Sq, Sk))
+    blocks = torch.ones(-(-Sq // 7), -(-Sk // 7), dtype=torch.bool)
+    more = masks.Strided(2, 1, 7), masks.Dilated(1, 2, 7), masks.BlockSparse(blocks, 7), masks.Window(None, None)
+    kinds += [(repr(mask), mask, None) for mask in more]
+    for n, (name, mask, visible) in enumerate(kinds):
+        other = kinds[(7 * n + 3) % len(kinds)][1]
+        yield name, mask, visible
+        yield f"~ {name}", ~mask, None
+        yield f"{name} & {other}", mask & other, None
+        yield f"{name} | {other}", mask | other, None
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 5, 5), (2, 2, 3, 7), (2, 2, 7, 3)], ids=str)
@@ -148,6 +257,22 @@ def test_lengths_outside_the_keys_are_clamped(device):
     assert torch.equal(mha_ext.attention(q, k, v, mask=masks.Padding(far)), expected)
     expected = mha_ext.attention(q, k, v, mask=masks.LeftPadding(far.clamp(0, 4)))
     assert torch.equal(mha_ext.attention(q, k, v, mask=masks.LeftPadding(far)), expected)
+
+
+def test_numpys_numbers_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    q, state = torch.randn(1, 2, 9, 4), torch.tensor([1, 2])
+    for kind in (numpy.float16, numpy.float32, numpy.float64):
+        options = {"scale": kind(0.5), "softcap": kind(2), "dropout_p": kind(0.5)}
+        expected = mha_ext.attention(q, q, q, rng_state=state, **{name: float(x) for name, x in options.items()})
+        assert torch.equal(mha_ext.attention(q, q, q, rng_state=state, **options), expected)
+    for kind in (numpy.int32, numpy.int64, numpy.uint8):
+        for make in (lambda n: masks.Window(n, n), lambda n: masks.Dilated(n, n, n), lambda n: masks.Strided(n, n, n)):
+            assert torch.equal(make(kind(3)).to_dense(9, 9), make(3).to_dense(9, 9))
+        expected = mha_ext.split_heads(torch.ones(2, 3, 6), 3)
+        assert torch.equal(mha_ext.split_heads(torch.ones(2, 3, 6), kind(3)), expected)
+        packed = q.transpose(1, 2).repeat(1, 1, 2, 1)  # of 2 heads and 1
+        assert torch.equal(mha_ext.attention_qkvpacked(packed, kind(2)), mha_ext.attention_qkvpacked(packed, 2))
 
 
 def test_huge_windows_do_not_overflow():

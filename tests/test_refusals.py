@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import cases
@@ -186,7 +187,9 @@ def test_mask_types():
     )
     refusal(lambda: mha_ext.attention(q, k, v, bias=torch.ones(5, 7).double()), "float64", "float32", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, bias=0.5), "float", kind=TypeError)
-    refusal(lambda: masks.Causal() & torch.ones(5, 7, dtype=torch.bool), "Dense", kind=TypeError)
+    for combine in (operator.and_, operator.or_):
+        refusal(lambda c=combine: c(masks.Causal(), torch.ones(5, 7)), "float32", "bool", kind=TypeError)
+        refusal(lambda c=combine: c(torch.ones(5, 7), masks.Causal()), "float32", "bool", kind=TypeError)
     refusal(lambda: masks.Causal() & None, "NoneType", kind=TypeError)
 
 
@@ -248,6 +251,13 @@ def test_rng_state(state):
 
 
 def test_numbers():
+    for x in (torch.tensor(0.5), torch.tensor([0.5])):
+        for name in ("scale", "softcap", "dropout_p"):
+            refusal(lambda name=name, x=x: mha_ext.attention(q, k, v, **{name: x}), name, "Tensor", "item", kind=TypeError)
+    refusal(lambda: masks.Window(torch.tensor(3), 0), "left is", "int", kind=ValueError)
+    refusal(lambda: masks.Window(True, 0), "True", kind=ValueError)
+    refusal(lambda: masks.Strided(2.0), "2.0", kind=ValueError)
+    refusal(lambda: masks.Causal().to_dense(5), "1 sizes", "Sq, Sk", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, softcap=-1.0), "-1.0", kind=ValueError)
     refusal(lambda: mha_ext.attention(q, k, v, softcap=float("nan")), "nan", kind=ValueError)
     refusal(lambda: mha_ext.attention(q, k, v, scale="big"), "str", kind=TypeError)

@@ -6,14 +6,14 @@
 STABLE_TORCH_LIBRARY(mha_ext, m) {
   const std::string mask =
       "Tensor? bias, Tensor? mask, Tensor? begin, Tensor? end, Tensor? query_ids, Tensor? key_ids, Tensor? blocks, "
-      "int? left, int? right, bool top_left, int block_size, ";
+      "SymInt? left, SymInt? right, bool top_left, SymInt block_size, ";
   const std::string sequences = "Tensor? q_starts, Tensor? k_starts, SymInt max_q, SymInt max_k, Tensor? sinks, ";
   const std::string dropout = "float dropout_p, Tensor? rng_state";
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
   def("attention_fwd(Tensor q, Tensor k, Tensor v, " + mask + sequences + "float scale, float softcap, " + dropout +
       ", bool return_weights, bool deterministic) -> (Tensor out, Tensor lse, Tensor lse_rest, Tensor weights)");
-  def("attention_cached(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, int "
-      "page_size, " +
+  def("attention_cached(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor? k_scale, Tensor? v_scale, "
+      "SymInt page_size, " +
       mask + "Tensor? sinks, float scale, float softcap) -> (Tensor out, Tensor lse)");
   const std::string backward =
       "(Tensor dout, Tensor? dlse, Tensor? dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(mha_ext, m) {
   def("masked_softmax_fwd(Tensor scores, " + mask + "float scale, " + dropout + ") -> (Tensor out, Tensor lse)");
   def("masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, " + mask + "float scale, " + dropout +
       ", bool need_dbias) -> (Tensor dscores, Tensor dbias)");
-  def("split_heads(Tensor x, int num_heads, Tensor? bias=None) -> Tensor");
+  def("split_heads(Tensor x, SymInt num_heads, Tensor? bias=None) -> Tensor");
   def("merge_heads(Tensor x, Tensor? mix=None) -> Tensor");
   def("dropout_mask(Tensor rng_state, float p, SymInt B, SymInt H, SymInt Sq, SymInt Sk) -> Tensor");
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
+
+from .._pytrees import Container, Sequence
 
 
 class MaskArgs(NamedTuple):
@@ -28,16 +32,23 @@ class MaskArgs(NamedTuple):
 NO_MASK = MaskArgs()
 
 
-class Mask:
-    """Base of all masks. Subclasses define lower() and _visible()."""
+class Mask(Container):
+    """Base of all masks. Subclasses define lower(), and name the attributes that hold tensors in ``tensors``."""
 
-    def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            raise TypeError(
-                f"a mask was combined with {type(other).__name__}; & accepts mask objects: wrap a bool tensor in "
-                "masks.Dense(tensor)."
-            )
-        return And(self, other)
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return And(self, _as_mask(other, "&"))
+
+    def __rand__(self, other: Mask | Tensor) -> Mask:
+        return And(_as_mask(other, "&"), self)
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Or(self, _as_mask(other, "|"))
+
+    def __ror__(self, other: Mask | Tensor) -> Mask:
+        return Or(_as_mask(other, "|"), self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
 
     def lower(
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
@@ -48,21 +59,42 @@ class Mask:
         """
         raise NotImplementedError
 
-    def to_dense(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        """The mask as a bool tensor [B,H,Sq,Sk] (perhaps an expanded view), True = attend."""
-        return self._visible(B, H, Sq, Sk).expand(B, H, Sq, Sk)
+    def to_dense(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
+        """The mask as a bool tensor [B,H,Sq,Sk] (perhaps an expanded view), True = attend.
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        raise NotImplementedError
+        sizes: B, H, Sq, Sk; or Sq, Sk: then B and H are what the mask's tensors have, or 1. device: default that of the mask's
+        tensors; torch's default device where it has none.
+        """
+        if len(sizes) not in (2, 4):
+            raise TypeError(f"to_dense was given {len(sizes)} sizes; accepted: Sq, Sk, or B, H, Sq, Sk.")
+        B, H, Sq, Sk = sizes if len(sizes) == 4 else (*self._batch_and_heads(), *sizes)
+        found = pytree.tree_leaves(self)
+        where = torch.empty(0, device=device if device is not None or not found else found[0].device).device
+        visible = visible_of(self.lower(B, H, Sq, Sk, where), Sq, Sk, where)
+        if visible is None:
+            visible = torch.ones((), dtype=torch.bool, device=where)
+        return visible.expand(B, H, Sq, Sk)
+
+    def _batch_and_heads(self) -> tuple[int, int]:
+        """Those of its tensors, which may be 1 for any number."""
+        return max((getattr(self, name).shape[0] for name in self.tensors), default=1), 1
 
 
-class And(Mask):
-    """Several masks at once; written ``a & b``."""
+class _Combined(Sequence, Mask):
+    """Of several masks."""
+
+    parts: tuple[Mask, ...]
 
     def __init__(self, *parts: Mask):
-        self.parts: tuple[Mask, ...] = tuple(
-            p for part in parts for p in (part.parts if isinstance(part, And) else (part,))
-        )
+        self.parts = tuple(p for part in parts for p in (part.parts if type(part) is type(self) else (part,)))  # type: ignore[attr-defined]
+
+    def _batch_and_heads(self) -> tuple[int, int]:
+        batches, heads = zip(*(part._batch_and_heads() for part in self.parts))
+        return max(batches), max(heads)
+
+
+class And(_Combined):
+    """Several masks at once; written ``a & b``."""
 
     def lower(
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
@@ -72,14 +104,62 @@ class And(Mask):
             args = _both(args, part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk)
         return args
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        visible = self.parts[0]._visible(B, H, Sq, Sk)
-        for part in self.parts[1:]:
-            visible = visible & part._visible(B, H, Sq, Sk)
-        return visible
+    def __repr__(self) -> str:
+        return " & ".join(f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts)
+
+
+class Or(_Combined):
+    """What any of several masks shows; written ``a | b``. It becomes a dense mask, as large as what its parts vary over: at
+    most B * H * Sq * Sk bytes, B * Sk where all are of the keys alone."""
+
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
+        seen = [visible_of(part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk, device, lengths) for part in self.parts]
+        if any(x is None for x in seen):
+            return NO_MASK
+        return _dense(functools.reduce(torch.logical_or, seen))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        return " & ".join(map(repr, self.parts))
+        return " | ".join(map(repr, self.parts))
+
+
+class Not(_Combined):
+    """What a mask hides; written ``~a``. It becomes a dense mask, as ``a | b`` does."""
+
+    def __init__(self, part: Mask):
+        self.parts = (part,)
+
+    def lower(
+        self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
+    ) -> MaskArgs:
+        seen = visible_of(self.parts[0].lower(B, H, Sq, Sk, device, lengths), Sq, Sk, device, lengths)
+        nothing = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+        return _dense(nothing if seen is None else ~seen)
+
+    def __invert__(self) -> Mask:
+        return self.parts[0]
+
+    def __repr__(self) -> str:
+        part = self.parts[0]
+        return f"~({part!r})" if isinstance(part, _Combined) else f"~{part!r}"
+
+
+def _as_mask(x: Any, sign: str) -> Mask:
+    if isinstance(x, Mask):
+        return x
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"a mask was combined with {type(x).__name__}; {sign} accepts mask objects and bool tensors (as of masks.Dense)."
+        )
+    from .positions import Dense  # which itself imports this module
+
+    return Dense(x)
+
+
+def _dense(visible: Tensor) -> MaskArgs:
+    """visible: of up to four dimensions, each full or 1"""
+    return MaskArgs(mask=visible[(None,) * (4 - visible.dim())])
 
 
 def visible_of(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .base import Mask, MaskArgs, blocks_to_dense, offset_of, rows_and_keys
+from .base import Mask, MaskArgs, offset_of, rows_and_keys
 
 Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
 Lengths = tuple[Tensor, Tensor] | None  # of packed sequences
@@ -26,9 +26,6 @@ class _Blocks(Mask):
     def lower(self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: Lengths = None) -> MaskArgs:
         return MaskArgs(blocks=self._blocks((B, H, Sq, Sk), device, lengths), block_size=self.block_size)
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return blocks_to_dense(self._blocks((B, H, Sq, Sk), None), self.block_size, Sq, Sk)
-
 
 class BlockSparse(_Blocks):
     """Key j is visible to query i if blocks[..., i // block_size, j // block_size]; hidden blocks cost no work.
@@ -36,6 +33,8 @@ class BlockSparse(_Blocks):
     blocks: bool, True = attend, with n = ceil(S / block_size) blocks along each length: [nq,nk], or 4-d broadcastable
     to [B,H,nq,nk]. block_size: a positive int; multiples of 64 (CPU) or 128 (CUDA) need no test inside of tiles.
     """
+
+    tensors = ("blocks",)
 
     def __init__(self, blocks: Tensor, block_size: int):
         _checks.bool_mask(blocks, "blocks")
@@ -47,15 +46,17 @@ class BlockSparse(_Blocks):
             _checks.same_device(self.blocks, "BlockSparse", device)
         rows, columns = -(-Sq // self.block_size), -(-Sk // self.block_size)
         shape = self.blocks.shape
-        if shape[-2:] == (rows, columns) and len(shape) == 2:
-            return self.blocks[None, None]
-        if len(shape) == 4 and shape[0] in (1, B) and shape[1] in (1, H) and shape[2:] == (rows, columns):
-            return self.blocks
+        leading = len(shape) == 2 or (len(shape) == 4 and all(map(_checks.one_or, shape[:2], (B, H))))
+        if leading and all(map(_checks.same, shape[-2:], (rows, columns))):
+            return self.blocks if len(shape) == 4 else self.blocks[None, None]
         raise ValueError(
             f"BlockSparse was given blocks of shape {_checks.text(shape)} of size {self.block_size} for {Sq} queries "
             f"and {Sk} keys; it accepts [{rows},{columns}], or four dimensions that broadcast to "
             f"[B,H,{rows},{columns}] with B = {B}, H = {H}."
         )
+
+    def _batch_and_heads(self) -> tuple[int, int]:
+        return (self.blocks.shape[0], self.blocks.shape[1]) if self.blocks.dim() == 4 else (1, 1)
 
     def __repr__(self) -> str:
         return f"BlockSparse({_checks.text(self.blocks.shape)}, {self.block_size})"
@@ -85,7 +86,7 @@ class _BlockPattern(_Blocks):
 
 def _as_blocks(visible: Tensor) -> Tensor:
     """[nq,nk] or [B,nq,nk], the same for all heads, as four dimensions."""
-    return visible.view(-1, 1, *visible.shape[-2:])
+    return visible[None, None] if visible.dim() == 2 else visible[:, None]
 
 
 class Strided(_BlockPattern):
@@ -110,9 +111,10 @@ class Dilated(_BlockPattern):
     distances 0, dilation, ..., window * dilation on both sides."""
 
     def __init__(self, window: int, dilation: int, block_size: int = 64):
-        if not isinstance(window, int) or window < 0:
+        blocks = _checks.whole(window)
+        if blocks is None or blocks < 0:
             raise ValueError(f"window is {window!r}; accepted: an int >= 0.")
-        self.window, self.dilation = window, _positive("dilation", dilation)
+        self.window, self.dilation = blocks, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
 
     def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
@@ -125,6 +127,7 @@ class Dilated(_BlockPattern):
 
 
 def _positive(name: str, x: int) -> int:
-    if not isinstance(x, int) or x < 1:
+    n = _checks.whole(x)
+    if n is None or n < 1:
         raise ValueError(f"{name} is {x!r}; accepted: a positive int.")
-    return x
+    return n

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .base import Mask, MaskArgs, offset_of, rows_and_keys, same_document
+from .base import Mask, MaskArgs, offset_of
 
 
 class Causal(Mask):
@@ -22,10 +22,6 @@ class Causal(Mask):
     ) -> MaskArgs:
         return MaskArgs(top_left=True) if self.align == "top_left" else MaskArgs(right=0)
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        i, j = rows_and_keys(Sq, Sk)
-        return j <= (i if self.align == "top_left" else i + (Sk - Sq))
-
     def __repr__(self) -> str:
         return f'Causal("{self.align}")'
 
@@ -34,33 +30,31 @@ class Window(Mask):
     """Query i sees keys i + o - left <= j <= i + o + right, with o = Sk - Sq. None means no limit on that side."""
 
     def __init__(self, left: int | None, right: int | None):
-        for name, limit in (("left", left), ("right", right)):
-            if limit is not None and (not isinstance(limit, int) or limit < 0):
-                raise ValueError(f"{name} is {limit!r}; Window accepts an int >= 0, or None for no limit.")
-        # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
-        self.left, self.right = (None if n is None or n >= 2**40 else n for n in (left, right))
+        self.left, self.right = _limit("left", left), _limit("right", right)
 
     def lower(
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         return MaskArgs(left=self.left, right=self.right)
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        i, j = rows_and_keys(Sq, Sk)
-        distance = j - i - (Sk - Sq)
-        visible = torch.ones_like(distance, dtype=torch.bool)
-        if self.left is not None:
-            visible &= distance >= -self.left
-        if self.right is not None:
-            visible &= distance <= self.right
-        return visible
-
     def __repr__(self) -> str:
         return f"Window({self.left}, {self.right})"
 
 
+def _limit(name: str, given: int | None) -> int | None:
+    if given is None:
+        return None
+    limit = _checks.whole(given)
+    if limit is None or limit < 0:
+        raise ValueError(f"{name} is {given!r}; Window accepts an int >= 0, or None for no limit.")
+    # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
+    return None if _checks.known(limit >= 2**40) else limit
+
+
 class _PerSequence(Mask):
     """A mask made of one integer per batch element, [B] or [1]."""
+
+    tensors = ("values",)
 
     def __init__(self, values: Tensor):
         self.values = _checks.integer_tensor(values, type(self).__name__, "[B]", 1)
@@ -68,7 +62,7 @@ class _PerSequence(Mask):
     def _column(self, B: int, device: torch.device | None = None) -> Tensor:
         values = self.values
         name = type(self).__name__
-        if values.shape[0] != B and values.shape[0] != 1:
+        if not _checks.one_or(values.shape[0], B):
             raise ValueError(
                 f"{name} was given a tensor of shape {_checks.text(values.shape)}; it accepts [B] = [{B}]."
             )
@@ -91,9 +85,6 @@ class Padding(_PerSequence):
     ) -> MaskArgs:
         return MaskArgs(end=self._column(B, device))
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return torch.arange(Sk, device=self.values.device) < self._column(B)[:, None, None]
-
 
 class LeftPadding(_PerSequence):
     """Keys j >= starts[b] are visible: padding at the beginning. starts: integer tensor [B]."""
@@ -105,9 +96,6 @@ class LeftPadding(_PerSequence):
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         return MaskArgs(begin=self._column(B, device))
-
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return torch.arange(Sk, device=self.values.device) >= self._column(B)[:, None, None]
 
 
 class Prefix(_PerSequence):
@@ -122,13 +110,11 @@ class Prefix(_PerSequence):
         causal_end = torch.arange(Sq, device=device) + (offset_of(Sq, Sk, lengths) + 1)
         return MaskArgs(end=torch.maximum(self._column(B, device), causal_end))
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        i, j = rows_and_keys(Sq, Sk, self.values.device)
-        return (j < self._column(B)[:, None, None]) | (j <= i + (Sk - Sq))
-
 
 class Intervals(Mask):
     """Query i sees the keys begin[b,i] <= j < end[b,i], none where end <= begin. Integer tensors [B,Sq]; 1 broadcasts."""
+
+    tensors = "begin", "end"
 
     def __init__(self, begin: Tensor, end: Tensor):
         self.begin = _checks.integer_tensor(begin, "Intervals", "[B,Sq]", 2)
@@ -136,7 +122,7 @@ class Intervals(Mask):
 
     def _check(self, B: int, Sq: int) -> None:
         for x in (self.begin, self.end):
-            if x.shape[0] not in (1, B) or x.shape[1] not in (1, Sq):
+            if not (_checks.one_or(x.shape[0], B) and _checks.one_or(x.shape[1], Sq)):
                 raise ValueError(
                     f"Intervals was given tensors of shapes {_checks.text(self.begin.shape)} and "
                     f"{_checks.text(self.end.shape)}; it accepts [B,Sq] = [{B},{Sq}]."
@@ -150,11 +136,6 @@ class Intervals(Mask):
         _checks.same_device(self.end, "Intervals", device)
         return MaskArgs(begin=self.begin, end=self.end)
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        self._check(B, Sq)
-        j = torch.arange(Sk, device=self.begin.device)
-        return (j >= self.begin[:, None, :, None]) & (j < self.end[:, None, :, None])
-
     def __repr__(self) -> str:
         return f"Intervals({_checks.text(self.begin.shape)}, {_checks.text(self.end.shape)})"
 
@@ -165,12 +146,14 @@ class Documents(Mask):
     With Sq < Sk the queries are the last Sq positions. Combine with Causal() for packed language modelling.
     """
 
+    tensors = ("ids",)
+
     def __init__(self, ids: Tensor):
         self.ids = _checks.integer_tensor(ids, "Documents", "[B,S]", 2)
 
     def _ids(self, B: int, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
         shape = self.ids.shape
-        if (shape[0] != B and shape[0] != 1) or shape[1] != Sk or Sq > Sk:
+        if not (_checks.one_or(shape[0], B) and _checks.same(shape[1], Sk)) or Sq > Sk:
             raise ValueError(
                 f"Documents was given ids of shape {_checks.text(shape)} for {Sq} queries; it accepts [B,Sk] = "
                 f"[{B},{Sk}] and no more queries than keys."
@@ -187,15 +170,14 @@ class Documents(Mask):
             query_ids = key_ids.expand(B, Sk).gather(1, place.clamp(0, max(Sk - 1, 0)))
         return MaskArgs(query_ids=query_ids, key_ids=key_ids)
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return same_document(*self._ids(B, Sq, Sk))
-
     def __repr__(self) -> str:
         return f"Documents({_checks.text(self.ids.shape)})"
 
 
 class Dense(Mask):
     """Any bool tensor, True = attend: [Sq,Sk], or 4-d broadcastable to [B,H,Sq,Sk]. Read in place, by its strides."""
+
+    tensors = ("tensor",)
 
     def __init__(self, tensor: Tensor):
         _checks.bool_mask(tensor, "mask")
@@ -207,8 +189,8 @@ class Dense(Mask):
         _checks.same_device(self.tensor, "mask", device)
         return MaskArgs(mask=_checks.as_4d(self.tensor, "mask", B, H, Sq, Sk))
 
-    def _visible(self, B: int, H: int, Sq: int, Sk: int) -> Tensor:
-        return _checks.as_4d(self.tensor, "mask", B, H, Sq, Sk)
+    def _batch_and_heads(self) -> tuple[int, int]:
+        return (self.tensor.shape[0], self.tensor.shape[1]) if self.tensor.dim() == 4 else (1, 1)
 
     def __repr__(self) -> str:
         return f"Dense({_checks.text(self.tensor.shape)})"

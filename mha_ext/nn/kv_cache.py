@@ -208,7 +208,7 @@ class KVCache:
             if x is not None:
                 raise ValueError(f"{name} was given with dtype={self.k.dtype}; accepted: with int8 or float8_e4m3fn.")
             return None
-        x = torch.ones(()) if x is None else torch.as_tensor(x)
+        x = torch.ones((), device="cpu") if x is None else torch.as_tensor(x)
         if x.shape not in ((), (self.num_kv_heads,), (self.batch, self.num_kv_heads)):
             raise ValueError(
                 f"{name} has shape {_checks.text(x.shape)}; accepted: [Hk] or [B,Hk] = "

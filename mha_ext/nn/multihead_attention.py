@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import masks, nested
-from .._checks import text
+from .._checks import same, text
 from ..functional import attention
 from ._torchs_ways import be_a_leaf, call_forward_always
 
@@ -84,7 +84,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         q, k, v = self._project(query, key, value, batch_dim)
         trust_causal_hint = is_causal and not need_weights and self.bias_k is None and not self.add_zero_attn
-        mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, trust_causal_hint)
+        mask, bias = self._mask_and_bias(q, key_padding_mask, attn_mask, trust_causal_hint)
         dropout = self.dropout if self.training else 0.0
         found: Any = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout, return_weights=need_weights)
         out, weights = found if need_weights else (found, None)
@@ -126,21 +126,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).permute(to_heads) for x in (q, k, v))
 
     def _mask_and_bias(
-        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, trust_causal_hint: bool
+        self, q: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, trust_causal_hint: bool
     ) -> Any:
         """(mask, bias) as mha_ext.attention takes them. Keys that the module itself adds are visible to all."""
-        N, H, S = q.shape[0], self.num_heads, k.shape[2]
+        N, H = q.shape[0], self.num_heads
         parts: list[Tensor] = []
         biases: list[Tensor] = []
         if trust_causal_hint and key_padding_mask is None:
             # As torch without weights and padding: the hint stands for the mask, aligned at the top left.
             return masks.Causal("top_left"), None
         if attn_mask is not None:
-            attn_mask = self._for_added_keys(attn_mask, S)
+            attn_mask = self._for_added_keys(attn_mask)
             shape = (1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else (N, H, *attn_mask.shape[1:])
             (parts if attn_mask.dtype == torch.bool else biases).append(attn_mask.view(shape))
         if key_padding_mask is not None:
-            key_padding_mask = self._for_added_keys(key_padding_mask, S)[:, None, None, :]
+            key_padding_mask = self._for_added_keys(key_padding_mask)[:, None, None, :]
             (parts if key_padding_mask.dtype == torch.bool else biases).append(key_padding_mask)
         mask: masks.Mask | None = None
         for part in parts:
@@ -151,9 +151,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             bias = part if bias is None else bias + part
         return mask, bias
 
-    @staticmethod
-    def _for_added_keys(mask: Tensor, S: int) -> Tensor:
-        added = S - mask.shape[-1]
+    def _for_added_keys(self, mask: Tensor) -> Tensor:
+        added = (self.bias_k is not None) + self.add_zero_attn
         return F.pad(mask, (0, added)) if added > 0 else mask  # with False, or 0
 
     def _check(
@@ -191,7 +190,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 continue
             if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
                 raise TypeError(f"{name} is {mask.dtype}; accepted: bool (True = masked out) or floating-point.")
-            if tuple(mask.shape) not in accepted:
+            if not any(len(shape) == mask.dim() and all(map(same, mask.shape, shape)) for shape in accepted):
                 raise ValueError(f"{name} has shape {text(mask.shape)}; accepted: {' or '.join(map(text, accepted))}.")
 
     def _forward_nested(
