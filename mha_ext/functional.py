@@ -105,7 +105,7 @@ def attention(
             from torch's default generator.
         deterministic: True, False, or None for torch's own setting. On the CPU the result is always the same.
         return_lse: also return the natural logarithm of the softmax's denominators, [B,H,Sq], float32 (float64 for
-            float64 inputs), -inf for rows that see no key.
+            float64 inputs; of half types within 1e-5), -inf for rows that see no key.
         return_weights: also return the weights [B,H,Sq,Sk] that made the output, after dropout, in q's type.
 
     Returns:

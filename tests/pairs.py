@@ -23,6 +23,8 @@ def attention(q, k, v, *, seen, bias=None, scale=None, softcap=0.0, sinks=None, 
 
     with torch.no_grad():  # a row whose visible scores are all -inf sees nothing
         dead = (scores_of(entering).masked_fill(~seen, -torch.inf) == -torch.inf).all(-1, keepdim=True)
+        if sinks is not None:
+            dead = dead & (sinks == -torch.inf)[:, None, None]
     seen = seen & ~dead
     if pre_mix is None and post_mix is None:
         entering = leaving = seen
@@ -39,6 +41,7 @@ def softmax(scores, seen, sinks=None):
         return scores, scores.sum(-1) - torch.inf
     scores = torch.where(seen, scores, -torch.inf)
     if sinks is not None:
+        sinks = torch.where(sinks == -torch.inf, -torch.inf, sinks)  # that is no sink: nothing depends on it
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
     top = scores.detach().amax(-1, keepdim=True)
     empty = top == -torch.inf

@@ -169,6 +169,32 @@ def test_visible_nan_stays_in_long_rows(what, mask, dtype, device):
     assert torch.equal(out[:, :, ~seen], before[:, :, ~seen]) and torch.equal(lse[:, :, ~seen], lse_before[:, :, ~seen])
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(49, 0)], ids=["none", "causal", "window"])
+@pytest.mark.parametrize("what", ["query", "bias", "dout"])
+def test_a_row_of_nan_shows_and_changes_no_other(what, mask, dtype, device):
+    """Row 70 in its output, logsumexp and gradients, and in those of the keys that it sees; all else keeps every bit."""
+    gen = cases.generator(what)
+    q, k, v, dout = (cases.randn(gen, 1, 2, 150, 40, dtype=dtype) for _ in range(4))
+    bias = cases.randn(gen, 1, 1, 150, 150, dtype=dtype) if what == "bias" else None
+    results = []
+    for poisoned in (False, True):
+        if poisoned:
+            {"query": q, "bias": bias, "dout": dout}[what][:, :, 70] = torch.nan
+        leaves = [t.to(device).requires_grad_() for t in (q, k, v)]
+        out, lse = mha_ext.attention(*leaves, mask=mask, bias=None if bias is None else bias.to(device), return_lse=True)
+        results.append([t.cpu() for t in (out, lse, *torch.autograd.grad(out, leaves, dout.to(device)))])
+        q, k, v = (t.detach().clone() for t in (q, k, v))
+    row = torch.arange(150) == 70
+    seen = torch.ones(150, dtype=torch.bool) if mask is None else mask.to_dense(1, 1, 150, 150)[0, 0, 70]
+    affected = {"out": row, "lse": row, "q": row, "k": seen, "v": seen}
+    if what == "dout":
+        affected.update(out=row & False, lse=row & False)
+    for (name, where), clean, found in zip(affected.items(), *results):
+        assert found[:, :, where].isnan().all(), name
+        assert torch.equal(found[:, :, ~where], clean[:, :, ~where]), name
+
+
 # bool mask polarity ---------------------------------------------------------------------------------------------------
 
 

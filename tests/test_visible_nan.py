@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mha_ext
+from mha_ext import masks
 
 LENGTHS = [1, 2, 5, 8, 9, 16, 31, 33, 64, 65, 70]
 BIASES = ["none", "Sq,Sk", "1,H,1,Sk", "B,1,1,Sk", "B,H,Sq,Sk", "B,1,Sq,1"]
@@ -25,7 +26,7 @@ class Problem:
     """Random inputs of one call, by name, and the same with some elements of some of them not finite."""
 
     def __init__(self, seed: int, kind: str):
-        self.rng, self.gen, self.kind = random.Random(seed), cases.generator(seed), kind
+        self.rng, self.gen = random.Random(seed), cases.generator(seed)
         draw = self.rng.choice
         self.dtype, self.accumulate = draw(cases.DTYPES), None
         B, Hk, group = draw([1, 2]), draw([1, 2]), draw([1, 2])
@@ -33,8 +34,12 @@ class Problem:
         Sq, D, Dv = draw(LENGTHS), draw([1, 3, 8, 16, 19]), draw([1, 4, 8, 17])
         Sk = draw([Sq, Sq, *LENGTHS])
         mask = draw(MASKS)
+        if kind == "decoding":  # few rows, whose keys are visited in parts
+            kind = "attention"
+            Sq, Sk, mask = draw([1, 3, 8, 9]), draw([40, 300, 600, 1100]), draw([m for m in MASKS if "documents" not in m])
         Sk = Sq if "documents" in mask else Sk
         c = cases.Case(B, H, Hk, Sq, Sk, D, Dv, self.dtype, mask)
+        self.kind = kind
         self.mask, seen = cases.build_mask(mask, c, self.gen)
         self.seen = torch.ones(B, H, Sq, Sk, dtype=torch.bool) if seen is None else seen
         self.accumulate = oracle.accumulate_dtype(self.dtype)
@@ -114,7 +119,8 @@ class Problem:
         return dict(zip(("out", "lse", "weights"), pairs.attention(x["q"], x["k"], x["v"], seen=self.seen, **more, **self.options)))
 
 
-def check(problem: Problem) -> None:
+def check(problem: Problem) -> dict[str, torch.Tensor]:
+    """Returns the inputs that were not finite."""
     given = problem.poison()
     ours, clean, truth = problem.run(given, False), problem.run(problem.inputs, False), problem.run(given, True)
     infinite = any(t.isinf().any() for t in given.values())
@@ -122,12 +128,20 @@ def check(problem: Problem) -> None:
         expected, text = truth[name].isfinite(), f"{name} of {problem.dtype}"
         if name == "lse":
             assert torch.equal(t == -INF, truth[name] == -INF), f"{text}: rows that see nothing differ"
+        if name == "sinks" and infinite:  # a row of -inf has output 0, whatever its dout holds
+            expected = expected | t.isfinite()
         wrong = t.isfinite() != expected
         assert not wrong.any(), f"{text}: {int((wrong & expected).sum())} not finite that should be, {int((wrong & ~expected).sum())} the other way"
         if infinite or t.dim() == 0:  # finite results may depend on a score of -inf
             continue
         rows = expected if name in ("lse", "sinks") else expected.all(-1)
         assert torch.equal(t[rows], clean[name][rows]), f"{text}: other rows keep not every bit"
+    return given
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit; NaN equals NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0, INF, -INF), b.nan_to_num(7.0, INF, -INF))
 
 
 @pytest.mark.random(seconds=4)
@@ -140,3 +154,46 @@ def test_attention(seeds):
 def test_masked_softmax(seeds):
     for seed in seeds:
         check(Problem(seed, "softmax"))
+@pytest.mark.random(seconds=3)
+def test_decoding(seeds):
+    for seed in seeds:
+        problem = Problem(seed, "decoding")
+        x = {name: t.detach() for name, t in check(problem).items()}
+        more = {name: x.get(name) for name in ("bias", "sinks")} | problem.options | {"mask": problem.mask, "return_lse": True}
+        calls = (fn(x["q"], x["k"], x["v"], **more) for fn in (mha_ext.attention, mha_ext.attention_cached))
+        assert all(equal(a, b) for a, b in zip(*calls))
+
+
+@pytest.mark.random(seconds=2)
+def test_packed_sequences(seeds):
+    """Each gives what it gives alone, whatever the others hold."""
+    for seed in seeds:
+        problem = Problem(seed, "attention")
+        x = problem.poison()
+        B, mask = len(x["q"]), problem.rng.choice([None, masks.Causal(), masks.Window(5, 3)])
+        lengths = {n: [problem.rng.randint(0, x[n].shape[2]) for _ in range(B)] for n in "qk"}
+        starts = {n: torch.tensor([0, *lengths[n]]).cumsum(0) for n in "qk"}
+        of = {"q": "q", "k": "k", "v": "k", "dout": "q", "dlse": "q"}
+        rows = {n: [x[n][b, :, : lengths[of[n]][b]].transpose(0, 1) for b in range(B)] for n in of}
+        sinks = x.get("sinks")
+        leaves = [torch.cat(rows[n]).requires_grad_() for n in "qkv"] + ([sinks.requires_grad_()] if sinks is not None else [])
+        more = {"mask": mask, "sinks": sinks, **problem.options, "return_lse": True}
+        found = mha_ext.attention_varlen(*leaves[:3], starts["q"], starts["k"], **more)
+        alone = []
+        for b in range(B):
+            parts = (t[starts[of[n]][b] : starts[of[n]][b + 1]].transpose(0, 1)[None] for n, t in zip("qkv", leaves))
+            out, lse = mha_ext.attention(*parts, **more)
+            alone.append((out[0].transpose(0, 1), lse[0]))
+        expected = torch.cat([out for out, _ in alone]), torch.cat([lse for _, lse in alone], 1)
+        weighting = torch.cat(rows["dout"]), torch.cat([t.transpose(0, 1) for t in rows["dlse"]], 1)
+        grads = [torch.autograd.grad(t, leaves[:3], weighting) for t in (found, expected)]
+        for name, a, b in zip(("out", "lse", "q", "k", "v"), (*found, *grads[0]), (*expected, *grads[1])):
+            assert equal(a, b), f"{name} of {problem.dtype}"
+
+
+@pytest.mark.random(seconds=3)
+def test_talking_heads(seeds):
+    for seed in seeds:
+        check(Problem(seed, "mixed"))
+
+

@@ -176,9 +176,9 @@ class BackwardWorker {
     if constexpr (kPlanes<Unit> > 1) {
       if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);
     }
-    const TileOperands<Unit> t = plain_ && !mask
-                                     ? plain_tile<Unit, Degree>(s_.tile, block, p_.scale, keys)
-                                     : general_tile<Unit, Degree>(s_.tile, p_, block, mask, first_key, keys);
+    const TileOperands<Unit> t = !plain_ ? general_tile<Unit, Degree>(s_.tile, p_, block, mask, first_key, keys)
+                                 : mask  ? plain_tile<Unit, Degree, true>(s_.tile, block, p_.scale, mask, keys)
+                                         : plain_tile<Unit, Degree, false>(s_.tile, block, p_.scale, mask, keys);
     if (p_.dbias.data) add_bias_gradient(block.rows, first_key, keys);
     add_products(n, k, t, mask, first_key, keys);
   }

@@ -156,6 +156,7 @@ inline void load_statistics(QueryBlock<T>& block, const AttentionBackward& p, in
       block.lse[r] = lse[r];
       block.lse_rest[r] = lse_rest ? lse_rest[r] : T(0);
       if (dlse) block.delta[r] -= dlse[r];
+      set_exponent(block, r, p);
       continue;
     }
     // No such row, or one that sees nothing, be it that all its scores are -inf: no tile counts as visible to all
@@ -163,6 +164,7 @@ inline void load_statistics(QueryBlock<T>& block, const AttentionBackward& p, in
     block.lse[r] = kInf;
     block.lse_rest[r] = T(0);
     block.delta[r] = T(0);
+    set_exponent(block, r, p);
     if (r < block.rows.rows) block.rows.begin[r] = block.rows.end[r] = 0;
     block.rows.all_end = 0;
   }

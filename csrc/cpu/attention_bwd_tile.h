@@ -13,10 +13,11 @@ MHA_ISA_BEGIN
 template <class T>
 struct QueryBlock {
   RowBlock rows;
-  T lse[kMaxRows];       // +inf where a row sees nothing, so that its weights are 0
-  T lse_rest[kMaxRows];  // what rounding took from lse
-  T delta[kMaxRows];     // rowsum(dout * out) - dlse
-  bool finite;           // query and dout hold neither NaN nor Inf
+  T lse[kMaxRows];                    // +inf where a row sees nothing, so that its weights are 0
+  T lse_rest[kMaxRows];               // what rounding took from lse
+  T base[kMaxRows], above[kMaxRows];  // see RowExponent
+  T delta[kMaxRows];                  // rowsum(dout * out) - dlse
+  bool finite;                        // query and dout hold neither NaN nor Inf
 };
 
 // The tiles of one thread. Pairs round P and dS to bf16, dS in two layouts.
@@ -87,36 +88,64 @@ inline TileOperands<Unit> tile_operands(const TileScratch<Unit>& t, int keys, in
   return operands_of(t);
 }
 
-// Everything visible, and nothing between S and the softmax but the scale: P = exp(scale * S - lse), dS = P * (dP -
-// delta).
-template <class Unit, int Degree, class T>
-inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBlock<T>& block, double scale, int keys) {
+// Weights from products S alone: P = exp(scale * S - lse) = 2^((S - base) * scale2 + above). In fp32 and wider base is
+// near lse / scale, so that the difference comes first, as in forward: else both products with log2(e) would be rounded
+// by the size of the scores.
+template <class T>
+inline void set_exponent(QueryBlock<T>& block, int r, const AttentionBackward& p) {
+  const T scale = T(p.scale), lse = block.lse[r];
+  T base = 0;
+  if (accumulate_type(p.dtype) == p.dtype && scale != 0 && std::isfinite(lse / scale)) base = lse / scale;
+  block.base[r] = base;
+  block.above[r] = (std::fma(base, scale, -lse) - block.lse_rest[r]) * T(kLog2e);
+}
+
+template <int Degree, class T>
+struct RowExponent {
+  Vec<T> scale2, base, above;
+
+  RowExponent(const QueryBlock<T>& block, int r, double scale)
+      : scale2(set1(T(scale * kLog2e))), base(load(block.base + r)), above(load(block.above + r)) {}
+  MHA_INLINE Vec<T> weight(Vec<T> s) const {
+    if constexpr (Degree >= 5) s = s - base;  // of half types it is 0
+    return exp2<Degree>(fma(s, scale2, above));
+  }
+};
+
+// Nothing between S and the softmax but the scale: P = exp(scale * S - lse), dS = P * (dP - delta). What is visible has
+// the same bits with a mask and without.
+template <class Unit, int Degree, bool kMasked, class T>
+inline TileOperands<Unit> plain_tile(const TileScratch<Unit>& t, const QueryBlock<T>& block, double scale,
+                                     [[maybe_unused]] const TileMask<T>* mask, int keys) {
   constexpr int L = Vec<T>::lanes;
-  const Vec<T> scale2 = set1(T(scale * kLog2e)), minus_log2e = set1(T(-kLog2e));
-  for (int r = 0; r < kMaxRows; r += L) {
-    const Vec<T> rest2 = load(block.lse_rest + r) * minus_log2e, delta = load(block.delta + r);
-    const Vec<T> minus_lse2 = fma(load(block.lse + r), minus_log2e, rest2);
+  const int lanes = round_up(block.rows.rows, L);
+  for (int r = 0; r < lanes; r += L) {
+    const RowExponent<Degree, T> exponent(block, r, scale);
+    const Vec<T> delta = load(block.delta + r);
     auto step = [&](int j, Vec<T>* weight, Vec<T>* ds) {
-      *weight = exp2<Degree>(fma(load(t.s + j * kMaxRows + r), scale2, minus_lse2));
+      *weight = exponent.weight(load(t.s + j * kMaxRows + r));
       *ds = *weight * (load(t.dp + j * kMaxRows + r) - delta);
+      if constexpr (kMasked) {
+        const VecMask<T> seen = mask->visible(j, r);
+        *weight = select(seen, *weight, set1(T(0))), *ds = select(seen, *ds, set1(T(0)));
+      }
+      if constexpr (kMasked || !kPairs<Unit>) {  // rows that are not finite are added one by one
+        store(t.s + j * kMaxRows + r, *weight);
+        store(t.dp + j * kMaxRows + r, *ds);
+      }
     };
-    int j = 0;
-#ifdef MHA_HAS_BF16_DOT
     if constexpr (kPairs<Unit>) {
-      for (; j < keys; j += 2) {
+#ifdef MHA_HAS_BF16_DOT
+      for (int j = 0; j < keys; j += 2) {
         VecF weight[2] = {set1(0.0f), set1(0.0f)}, ds[2] = {set1(0.0f), set1(0.0f)};
         step(j, weight, ds);
         if (j + 1 < keys) step(j + 1, weight + 1, ds + 1);
         store_pairs(t, j, r, weight, ds);
       }
-      continue;
-    }
 #endif
-    for (; j < keys; ++j) {
+    } else {
       Vec<T> weight, ds;
-      step(j, &weight, &ds);
-      store(t.s + j * kMaxRows + r, weight);
-      store(t.dp + j * kMaxRows + r, ds);
+      for (int j = 0; j < keys; ++j) step(j, &weight, &ds);
     }
   }
   return operands_of(t);
@@ -174,6 +203,7 @@ inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t f
   if (x.stride[2] == 0) {  // sum over the queries, all of one head
     T* to = first + block.offset(x.stride, 0);
     for (int j = 0; j < keys; ++j, to += x.stride[3]) {
+      std::fill(tile + j * kMaxRows + block.rows, tile + j * kMaxRows + lanes, T(0));
       Vec<T> sum = set1(T(0));
       for (int r = 0; r < lanes; r += L) sum = sum + load(tile + j * kMaxRows + r);
       *to += reduce_add(sum);
@@ -224,6 +254,7 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
   if (p.dropout.rng_state) load_dropout(t.factor, p, rows, first_key, keys);
   const Vec<T> scale = set1(T(p.scale)), cap = set1(T(p.softcap)), per_cap = set1(T(p.softcap ? 1 / p.softcap : 0));
   const Vec<T> zero = set1(T(0)), one = set1(T(1)), log2e = set1(T(kLog2e));
+  const bool raw = !p.bias.data && p.softcap == 0;
   for (int j = 0; j < keys; ++j) {
     for (int r = 0; r < lanes; r += L) {
       const int at = j * kMaxRows + r;
@@ -234,8 +265,12 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
         slope = one - y * y;
       }
       if (p.bias.data) x = x + load(t.bias + at);
-      // The difference comes first: log2(e) times the smallest floats, a common bias, would be -inf.
-      Vec<T> weight = exp2<Degree>(((x - load(block.lse + r)) - load(block.lse_rest + r)) * log2e), dropped = weight;
+      Vec<T> weight;
+      if (raw)
+        weight = RowExponent<Degree, T>(block, r, p.scale).weight(load(t.s + at));
+      else  // the difference comes first: log2(e) times the smallest floats, a common bias, would be -inf
+        weight = exp2<Degree>(((x - load(block.lse + r)) - load(block.lse_rest + r)) * log2e);
+      Vec<T> dropped = weight;
       if (p.dropout.rng_state) {
         const Vec<T> factor = load(t.factor + at);
         dp = dp * factor;

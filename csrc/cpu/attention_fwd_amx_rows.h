@@ -139,14 +139,18 @@ class AmxRows {
 
   // Products of planes make NaN of an infinite number times a plane that is 0.
   void repair(const Cell& cell) {
+    const int keys = int(min64(kStep, p_.Sk - cell.first_key));
+    auto key = [&](int j) { return element(k_, p_.dtype, (cell.first_key + j) * p_.k.stride[2]); };
+    bool finite_k[kStep], all = true;
+    for (int j = 0; j < keys; ++j) all &= finite_k[j] = all_finite<float>(key(j), p_.dtype, 0, 1, int(p_.D));
     for (int row = 0; row < rows_of(cell.strip); ++row) {
       const int r = cell.strip * kStripRows + row;
       const void* q = element(p_.q.data, p_.dtype, s_.block->b * p_.q.stride[0] + s_.block->offset(p_.q.stride, r));
       const bool finite_q = all_finite<float>(q, p_.dtype, 0, 1, int(p_.D));
-      for (int j = 0; j < kStep && cell.first_key + j < p_.Sk; ++j) {
-        const void* k = element(k_, p_.dtype, (cell.first_key + j) * p_.k.stride[2]);
-        if (finite_q && all_finite<float>(k, p_.dtype, 0, 1, int(p_.D))) continue;
-        scores(cell, row)[j / kAmx * kTileBytes / 4 + j % kAmx] = dot_product(q, k);
+      if (finite_q && all) continue;
+      for (int j = 0; j < keys; ++j) {
+        if (finite_q && finite_k[j]) continue;
+        scores(cell, row)[j / kAmx * kTileBytes / 4 + j % kAmx] = dot_product(q, key(j));
       }
     }
   }

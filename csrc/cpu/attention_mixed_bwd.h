@@ -352,6 +352,7 @@ class MixedBackwardWorker {
     T* weights = s_.work;
     if (p_.post_mix) {
       mix_heads(weights, s_.weights, static_cast<const T*>(p_.post_mix), Mix::plain, p_.H, scores_.lanes, keys);
+      for (int64_t g = 0; g < p_.H; ++g) scores_.hide_from_all(weights + g * kHeadTile, keys);
     } else if (p_.dropout.rng_state) {
       std::memcpy(weights, s_.weights, size_t(p_.H * kHeadTile) * sizeof(T));
     } else {
@@ -368,12 +369,14 @@ class MixedBackwardWorker {
   void add_dq_dk(int64_t h, T* dc, const T* capped, int64_t first_key, int keys) {
     if (scores_.masks.kind(h, p_.pre_mix) == TileKind::none) return;
     const int D = int(p_.D), lanes = scores_.lanes;
-    const V scale = set1(T(p_.scale)), one = set1(T(1)), per_cap = set1(T(p_.softcap ? 1 / p_.softcap : 0));
+    const V scale = set1(T(p_.scale)), zero = set1(T(0)), one = set1(T(1)),
+            per_cap = set1(T(p_.softcap ? 1 / p_.softcap : 0));
     for_each_vector<T>(lanes, keys, [&](int at) {
-      const V y = load(capped + at) * per_cap;  // tanh(scale * q.k / softcap)
+      const V y = p_.softcap ? load(capped + at) * per_cap : zero;  // tanh(scale * q.k / softcap)
       store(dc + at, load(dc + at) * (scale * (one - y * y)));
     });
     const TileMask<T>* mask = product_mask(h, p_.pre_mix);
+    if (mask) hide(dc, kMaxRows, *mask, lanes, keys, T(0));  // NaN of a mix, or of another head's pair
     const void* k = scores_.key_row(p_.k, h / group_, first_key);
     FiniteRows<T> finite;
     const bool clean = !mask || all_finite<T>(k, p_.dtype, p_.k.stride[2], keys, D);

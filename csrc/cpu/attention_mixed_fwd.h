@@ -135,6 +135,7 @@ class MixedForwardBlock {
     T* weights = p_.post_mix ? s_.work : tile;
     if (p_.post_mix) {
       mix_heads(weights, tile, static_cast<const T*>(p_.post_mix), Mix::plain, p_.H, lanes, keys);
+      for (int64_t g = 0; g < p_.H; ++g) s_.scores.hide_from_all(weights + g * kHeadTile, keys);
     }
     s_.scores.apply_dropout(weights, first_key, keys);
     for (int64_t g = 0; g < p_.H; ++g) add_head(g, weights + g * kHeadTile, first_key, keys);

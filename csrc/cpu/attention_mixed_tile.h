@@ -144,7 +144,7 @@ struct MixedScores {
   }
 
   // tile[h] = rows of x, [Hk,Sk,size], times right[h], [size][kMaxRows]; 0 where no head sees the pair, whatever is
-  // there. scratch: for rows that must be widened.
+  // there, and in lanes beyond the rows. scratch: for rows that must be widened.
   void products(T* tile, const Tensor4& x, int64_t size, const T* right, T* scratch, int64_t first_key,
                 int keys) const {
     const int64_t group = p.Hk ? p.H / p.Hk : 1;
@@ -153,8 +153,15 @@ struct MixedScores {
       if (h % group == 0) operand_ = rows_operand(rows, p.dtype, x.stride[2], keys, int(size), scratch);
       gemm<T>(keys, lanes, int(size), operand_.a, operand_.am, operand_.ak, right + h * size * kMaxRows, kMaxRows, tile,
               kMaxRows, Start::zero);
-      if (masks.some_head == TileKind::some) hide(tile, kMaxRows, *masks.union_mask, lanes, keys, T(0));
+      hide_from_all(tile, keys);
+      for (int j = 0; j < keys && block->rows < lanes; ++j)
+        std::fill(tile + j * kMaxRows + block->rows, tile + j * kMaxRows + lanes, T(0));
     }
+  }
+
+  // 0 where no head sees the pair, be it that a mix has made NaN there.
+  void hide_from_all(T* tile, int keys) const {
+    if (masks.some_head == TileKind::some) hide(tile, kMaxRows, *masks.union_mask, lanes, keys, T(0));
   }
 
   // softcap(scale * q.k) of all heads
