@@ -8,6 +8,7 @@
 
 It gets 0, 1, 2, ... until its seconds are spent, and one at least. A failure prints the seed and the command that runs it alone
 (MHA_EXT_TEST_SEED). MHA_EXT_TEST_SECONDS shares so many seconds among the random tests that were collected, from new seeds on.
+Tests of hypothesis take part where they are marked `again`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 
@@ -50,3 +52,14 @@ def seeds(request: pytest.FixtureRequest) -> Iterator[Seeds]:
     found = Seeds(seconds, first, None if only is None else int(only))
     yield found
     print(f"last seed {found.last}: MHA_EXT_TEST_SEED={found.last} python -m pytest '{request.node.nodeid}'")
+
+
+def again(test: Callable[[], None]) -> Callable[[Seeds], None]:
+    """A test of hypothesis, run once as ever, and from new seeds as long as MHA_EXT_TEST_SECONDS lasts."""
+
+    def run(seeds: Seeds) -> None:
+        for seed in seeds:
+            hypothesis.seed(seed)(test)()
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return pytest.mark.random(seconds=0)(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import budget
 import cases
 import hypothesis.strategies as st
 import oracle
@@ -152,6 +153,7 @@ def test_every_feature_together(problem):
     oracle.check({"out": out, "lse": lse, **grads}, oracle.truths(clean.q, clean.k, clean.v, **clean.definition(), keep=keep, **options))
 
 
+@budget.again
 @given(problems_of_every_feature(), st.data())
 def test_packed_sequences_are_those_alone(problem, data):
     """The batch as packed sequences, cut to random lengths: to the bit what each gives alone, gradients too."""
@@ -178,6 +180,7 @@ def test_packed_sequences_are_those_alone(problem, data):
         assert torch.equal(a, b)
 
 
+@budget.again
 @given(problems())
 def test_attention(problem):
     q, k, v, dout, mask, seen, bias, options, rng_state = problem
@@ -197,6 +200,7 @@ def test_attention(problem):
     oracle.check({"out": out, "lse": lse, **grads}, truth)
 
 
+@budget.again
 @given(problems())
 def test_gradients_of_all_three_outputs(problem):
     q, k, v, dout, mask, seen, bias, options, rng_state = problem
@@ -219,6 +223,7 @@ def test_gradients_of_all_three_outputs(problem):
     oracle.check({"out": out, "lse": lse, "weights": weights, **grads}, truth)
 
 
+@budget.again
 @given(problems())
 def test_masked_softmax_equals_the_weights_of_attention_in_fp64(problem):
     """Two kernels, one meaning."""
@@ -236,6 +241,7 @@ def test_masked_softmax_equals_the_weights_of_attention_in_fp64(problem):
     torch.testing.assert_close(soft, weights, rtol=1e-10, atol=1e-12)
 
 
+@budget.again
 @given(st.data(), st.integers(1, 4), st.integers(1, 40), st.integers(1, 6), st.integers(1, 70), dtypes)
 def test_split_and_merge_invert_each_other(data, B, S, H, D, dtype):
     x = data.draw(layouts(cases.randn(cases.generator(B + S + H + D), B, S, H * D, dtype=dtype)))
@@ -244,6 +250,7 @@ def test_split_and_merge_invert_each_other(data, B, S, H, D, dtype):
     assert torch.equal(mha_ext.merge_heads(data.draw(layouts(split))), x)
 
 
+@budget.again
 @given(
     st.integers(-(2**63), 2**63 - 1),
     st.integers(-(2**63), 2**63 - 1),
@@ -258,6 +265,7 @@ def test_dropout_mask_is_philox(seed, offset, p, B, H, Sq, Sk):
     assert torch.equal(got, oracle.dropout_mask((seed, offset), p, B, H, Sq, Sk))
 
 
+@budget.again
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), small, small)
 def test_and_is_the_and_and_order_does_not_matter(data, B, H, Sq, Sk):
     a, seen_a = data.draw(single_masks(B, H, Sq, Sk, 1))
@@ -268,6 +276,7 @@ def test_and_is_the_and_and_order_does_not_matter(data, B, H, Sq, Sk):
     assert torch.equal(mha_ext.attention(q, k, v, mask=a & b), mha_ext.attention(q, k, v, mask=b & a))
 
 
+@budget.again
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), small, st.integers(2, 140))
 def test_keys_that_nobody_sees_may_be_cut_away(data, B, H, Sq, Sk):
     cut = data.draw(st.integers(1, Sk - 1))
