@@ -29,23 +29,39 @@ MHA_HD inline Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint3
 
 struct Dropout {
   double p = 0;                        // probability of dropping a weight
-  const int64_t* rng_state = nullptr;  // [2] seed, offset; null: no dropout
-  int64_t first_head = 0;              // added to b * H + h
+  const int64_t* rng_state = nullptr;  // seed, offset; with `placed` also the place below; null: no dropout
+  bool placed = false;      // the problem is a part of a larger one: where in it batch, head, query, key 0 are
+  int64_t first_batch = 0;  // besides, added to b
 };
 
-// The four keys 4*key_quad .. 4*key_quad+3 share one Philox call: word[j % 4] decides key j.
+// The key of Philox, and what is added to the numbers of a weight.
 struct DropoutKey {
-  uint32_t k0, k1, offset;
+  uint32_t k0, k1, batch, head, query, quad;
 };
 
-MHA_HD inline DropoutKey dropout_key(const int64_t* rng_state) {
-  uint64_t seed = uint64_t(rng_state[0]), offset = uint64_t(rng_state[1]);
-  return {uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32), uint32_t(offset)};
+// The finalizer of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): a bijection that
+// makes of neighbouring offsets keys that have nothing in common.
+MHA_HD inline uint64_t mix_bits(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
 }
 
-// batch_head = b * H + h
-MHA_HD inline Philox4 dropout_words(DropoutKey key, uint32_t batch_head, uint32_t query, uint32_t key_quad) {
-  return philox4x32_10(key_quad, query, batch_head, key.offset, key.k0, key.k1);
+MHA_HD inline DropoutKey dropout_key(const Dropout& dropout) {
+  const int64_t* state = dropout.rng_state;
+  const uint64_t key = uint64_t(state[0]) ^ mix_bits(uint64_t(state[1]));
+  DropoutKey k{uint32_t(key), uint32_t(key >> 32), uint32_t(dropout.first_batch), 0, 0, 0};
+  if (dropout.placed) {
+    k.batch += uint32_t(state[2]), k.head = uint32_t(state[3]);
+    k.query = uint32_t(state[4]), k.quad = uint32_t(state[5] / 4);  // state[5] is a multiple of 4
+  }
+  return k;
+}
+
+// The four keys 4*key_quad .. 4*key_quad+3 share one Philox call: word[j % 4] decides key j.
+MHA_HD inline Philox4 dropout_words(const DropoutKey& key, uint32_t batch, uint32_t head, uint32_t query,
+                                    uint32_t key_quad) {
+  return philox4x32_10(key.quad + key_quad, key.query + query, key.head + head, key.batch + batch, key.k0, key.k1);
 }
 
 // A weight is kept when its word >= this threshold. Only p == 1 drops everything (the threshold would be 2^32): callers

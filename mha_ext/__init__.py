@@ -5,7 +5,7 @@ from typing import Any
 
 from . import _flops as _flops  # registers what torch counts for the ops
 from . import biases, masks, nn, reference
-from ._ops import build_info
+from ._ops import build_info, dropout_part
 from .cached import attention_cached
 from .explain import Plan, explain
 from .functional import (
@@ -32,6 +32,7 @@ __all__ = [
     "attention_varlen",
     "biases",
     "dropout_mask",
+    "dropout_part",
     "explain",
     "masked_softmax",
     "masks",

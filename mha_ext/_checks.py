@@ -341,11 +341,13 @@ def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
 
 
 def rng_state(state: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape != (2,):
+    if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape not in ((2,), (6,)):
         given = (
             f"a {name_of(state.dtype)} tensor of shape {text(state.shape)}"
             if isinstance(state, Tensor)
             else f"a {type(state).__name__}"
         )
-        raise ValueError(f"rng_state is {given}; accepted: an int64 tensor [2] of (seed, offset).")
+        raise ValueError(f"rng_state is {given}; accepted: an int64 tensor [2] of (seed, offset), or [6] of (seed, offset, "
+            "and the first batch element, head, query and key of this part of a larger problem)."
+        )
     return state if state.device == device else state.to(device)

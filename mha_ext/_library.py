@@ -5,7 +5,10 @@ Arguments and shapes are those of the schemas in csrc/torch/schemas.cpp.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,9 +66,40 @@ def attention_kernels(deterministic: bool, *arguments: Any) -> list[tuple[str, s
 
 @torch.library.impl(library, "draw_rng_state", "CompositeExplicitAutograd")
 def _draw_rng_state(like: Tensor) -> Tensor:
-    """int64[2] (seed, offset) on like's device, from torch's default CPU generator: what torch.manual_seed seeds, what
-    checkpointing saves and restores, and what compiled code draws from too."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device="cpu").to(like.device)
+    """int64[6] (seed, offset, and where dropout_part says that the problem lies) on like's device, from torch's default
+    CPU generator: what torch.manual_seed seeds, what checkpointing saves and restores, and what compiled code draws from
+    too."""
+    state = torch.tensor([0, 0, *_place.get()], dtype=torch.int64, device="cpu")
+    state[:2].random_(-(2**63), 2**63 - 1)
+    return state.to(like.device)
+
+
+_place = contextvars.ContextVar("place of a part in its whole", default=(0, 0, 0, 0))
+
+
+@contextlib.contextmanager
+def dropout_part(*, batch: int = 0, head: int = 0, query: int = 0, key: int = 0) -> Iterator[None]:
+    """Says that calls of attention inside are parts of a larger problem, whose first batch element, query head, query and
+    key are these (key a multiple of 4): from the same torch.manual_seed, dropout then drops what the whole would drop there.
+
+    So a model gives the same result, to rounding, in one process and in several that share out batch, heads or sequence.
+    Modules that HeadParallel shards, DTensors and ring_attention say so themselves. A given rng_state says where it is
+    used as its numbers 2 to 5: (seed, offset, batch, head, query, key).
+
+    Raises:
+        ValueError: numbers below 0, or a key that is no multiple of 4.
+    """
+    place = batch, head, query, key
+    if any(not isinstance(x, int) or x < 0 for x in place) or key % 4:
+        raise ValueError(
+            f"batch, head, query, key are {batch!r}, {head!r}, {query!r}, {key!r}; accepted: numbers from 0, key a multiple "
+            "of 4."
+        )
+    before = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(before)
 
 
 # --- Tensors that are not dense ---------------------------------------------------------------------------------------
@@ -211,11 +245,13 @@ def _(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) -> Tensor:
 
 @torch.library.register_fake("mha_ext::draw_rng_state", lib=library)
 def _(like: Tensor) -> Tensor:
-    return like.new_empty([2], dtype=torch.int64)
+    return like.new_empty([6], dtype=torch.int64)
 
 
 @torch.library.register_vmap("mha_ext::draw_rng_state", lib=library)
 def _(info: Any, in_dims: Any, like: Tensor) -> Any:
-    raise ValueError(
-        "dropout was asked for under vmap; accepted there: dropout_p=0: apply dropout outside of vmap, or loop."
-    )
+    if info.randomness == "error":
+        raise ValueError(
+            'dropout was asked for under vmap(randomness="error"); accepted there: randomness="different" or "same".'
+        )
+    return draw_rng_state(like), None  # the rules of the ops (_vmap.py) tell the mapped problems apart

@@ -26,6 +26,7 @@ from ._library import build_info as build_info
 from ._library import cpu_isa as cpu_isa
 from ._library import draw_rng_state as draw_rng_state
 from ._library import dropout_mask as dropout_mask
+from ._library import dropout_part as dropout_part
 from ._library import library
 from ._library import packed_slices as packed_slices
 from ._library import without_cuda as without_cuda

@@ -42,6 +42,8 @@ class CachedOptions(ScoreOptions, total=False):
 
 
 class RingOptions(ScoreOptions, total=False):
+    dropout_p: float
+    rng_state: Tensor | None
     layout: str
     deterministic: bool | None
     timeout: datetime.timedelta | None

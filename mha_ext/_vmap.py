@@ -20,18 +20,19 @@ def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
     return x.expand(n, B, *x.shape[2:]).reshape(n * B, *x.shape[2:])
 
 
-def _refuse_dropout(given: dict[str, Any]) -> None:
-    p = given.get("dropout_p", 0.0)
-    if p > 0:
-        raise ValueError(f"dropout_p is {p} under vmap; accepted there: 0: apply dropout outside of vmap, or loop.")
+def _batch_moved(state: Tensor, batches: int) -> Tensor:
+    """A state of dropout, [2] or [6], for the problem that comes after so many batch elements."""
+    place = [0, 0, batches, 0, 0, 0]
+    return torch.cat((state, state.new_zeros(6 - len(state)))) + torch.tensor(place, device=state.device)
 
 
 def by_folding(
     call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[Any, Any]:
     n, dims, given = info.batch_size, dict(zip(names, in_dims)), dict(zip(names, args))
-    _refuse_dropout(given)
-    if given.get("q_starts") is not None or given.get("sinks") is not None:  # the first dimension isn't all of the batch
+    # Where the first dimension isn't all of the batch, or all mapped problems drop the same, or each has a state.
+    own_states = given.get("dropout_p", 0.0) > 0 and (info.randomness == "same" or dims["rng_state"] is not None)
+    if given.get("q_starts") is not None or given.get("sinks") is not None or own_states:
         return by_looping(call, names, info, in_dims, *args)
     main = "q" if "q" in given else "scores"
     B = given[main].movedim(dims[main], 0).shape[1] if dims[main] is not None else given[main].shape[0]
@@ -56,10 +57,16 @@ def by_folding(
 def by_looping(
     call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[Any, Any]:
-    _refuse_dropout(dict(zip(names, args)))
-    results = [
-        call(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims))) for i in range(info.batch_size)
-    ]
+    def problem(i: int) -> dict[str, Any]:
+        given = {name: x if d is None else x.select(d, i) for name, x, d in zip(names, args, in_dims)}
+        shared = given.get("dropout_p", 0.0) > 0 and in_dims[list(names).index("rng_state")] is None
+        if shared and info.randomness == "different":  # as in one batch of all of them
+            starts = given.get("q_starts")
+            B = given["q" if "q" in given else "scores"].shape[0] if starts is None else len(starts) - 1
+            given["rng_state"] = _batch_moved(given["rng_state"], i * B)
+        return given
+
+    results = [call(*problem(i).values()) for i in range(info.batch_size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
     return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])

@@ -21,8 +21,6 @@ _ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 REFUSED = (
     ("return_weights", "attention_varlen, nested tensors", "sequences of different lengths have no weights of one shape"),
     ("attn_mask", "nested tensors", "a tensor has one shape for all sequences; the masks of mha_ext.masks apply to each"),
-    ("dropout_p", "vmap", "each mapped problem would drop the same weights"),
-    ("dropout_p", "DTensors", "the dropped weights are numbered by the heads of one process"),
     ("forward-mode differentiation", "any op", "no kernel computes it"),
     ("pre_mix, post_mix", "attention_varlen on a GPU", "their kernel there takes sequences of one length"),
     ("rope", "nested tensors", "positions would run on over the sequences"),

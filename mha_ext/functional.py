@@ -101,8 +101,8 @@ def attention(
             float64 for float64 inputs); may require grad. The scores of head g become sum_h score[h] * pre_mix[h,g], after
             the soft cap and before bias, mask and sinks; its weights sum_h weight[h] * post_mix[h,g], before dropout. What
             a key that is hidden from all heads holds has no influence. Memory stays linear in the lengths.
-        rng_state: int64 tensor [2] (seed, offset) that makes dropout reproducible on any device; by default it is drawn
-            from torch's default generator.
+        rng_state: int64 tensor [2] (seed, offset) that makes dropout reproducible on any device, or [6] for a part of a
+            larger problem (see dropout_part); by default it is drawn from torch's default generator.
         deterministic: True, False, or None for torch's own setting. On the CPU the result is always the same.
         return_lse: also return the natural logarithm of the softmax's denominators, [B,H,Sq], float32 (float64 for
             float64 inputs; of half types within 1e-5), -inf for rows that see no key.
@@ -174,7 +174,7 @@ def attention_arguments(
     if dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
-        args, bias, sinks, *mixed = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *(mixes or ()))
+        args, bias, sinks, *mixed = dtensor_rules().modifiers(q, args, bias, sinks, *(mixes or ()))
         mixes = mixed or None
     if softcap != 0.0:
         _checks.softcap(softcap)
@@ -288,7 +288,7 @@ def masked_softmax(
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, B, H, Sq, Sk)
     _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(scores):
-        args, bias = dtensor_rules().modifiers(scores, dropout_p, args, bias)
+        args, bias = dtensor_rules().modifiers(scores, args, bias)
     rng_state = _rng_state(rng_state, scores) if dropout_p != 0.0 else None
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
@@ -298,8 +298,8 @@ def dropout_mask(
 ) -> Tensor:
     """The bool tensor [B,H,Sq,Sk] (True = kept) of the weights that attention and masked_softmax keep for rng_state.
 
-    Whether weight (b,h,i,j) is kept depends on rng_state, p and (b * H + h, i, j) only: not on the device, the number
-    of threads or the lengths.
+    Whether weight (b,h,i,j) is kept depends on rng_state, p and (b, h, i, j) only: not on the device, the number of
+    threads, B, H or the lengths.
     """
     _checks.probability("p", p)
     if min(B, H, Sq, Sk) < 0:
@@ -323,6 +323,8 @@ def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
 
 
 def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
+    if _checks.is_dtensor(like):
+        return dtensor_rules().rng_state(rng_state, like)
     return _ops.draw_rng_state(like) if rng_state is None else _checks.rng_state(rng_state, like.device)
 
 

@@ -238,13 +238,25 @@ def dropout_mask(rng_state: Tensor, p: float, B: int, H: int, Sq: int, Sk: int) 
     quads = (Sk + 3) // 4
     key_quad = torch.arange(quads, device=device)
     query = torch.arange(Sq, device=device)[:, None]
-    batch_head = torch.arange(B * H, device=device).view(B, H, 1, 1)
-    seed, offset = rng_state[0], rng_state[1]
-    key0, key1 = seed & _MASK32, (seed >> 32 & _MASK32) ^ (offset >> 32 & _MASK32)
-    words = torch.stack(_philox4x32_10(key_quad, query, batch_head, offset & _MASK32, key0, key1), dim=-1)
+    head = torch.arange(H, device=device)[:, None, None]
+    batch = torch.arange(B, device=device)[:, None, None, None]
+    seed, offset, *place = rng_state.reshape(-1, rng_state.shape[-1])[0].unbind()
+    if place:
+        batch, head, query, key_quad = batch + place[0], head + place[1], query + place[2], key_quad + place[3] // 4
+    key = seed ^ _mix_bits(offset)
+    words = torch.stack(
+        _philox4x32_10(key_quad, query, head, batch, key & _MASK32, key >> 32 & _MASK32), dim=-1
+    )
     threshold = min(int(p * 2**32), _MASK32)
     kept = words.expand(B, H, Sq, quads, 4).flatten(3)[..., :Sk] >= threshold
     return kept & (p < 1)
+
+
+def _mix_bits(x: Tensor) -> Tensor:
+    """mix_bits of csrc/philox.h."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * (factor - 2**64 if factor >= 2**63 else factor)
+    return x
 
 
 def _philox4x32_10(

@@ -151,7 +151,7 @@ def attention_packed(
         lowered = bias, args, sinks, mixes, (scale, softcap, dropout_p), deterministic
         log_plan("attention_varlen", given, (q, k, v), lowered, packed=(*starts, *longest))
     if _checks.is_dtensor(q):
-        args, bias, sinks, *others = dtensor_rules().modifiers(q, dropout_p, args, bias, sinks, *starts, *(mixes or ()))
+        args, bias, sinks, *others = dtensor_rules().modifiers(q, args, bias, sinks, *starts, *(mixes or ()))
         starts, mixes = others[:2], others[2:] or None
     modifiers = bias, *args, *starts, *longest, sinks, scale, softcap, dropout_p, rng_state, False, deterministic
     if mixes is None and not return_lse:

@@ -281,9 +281,12 @@ def philox4x32_10(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 def dropout_mask(rng_state, p: float, B: int, H: int, Sq: int, Sk: int) -> torch.Tensor:
     """True = kept, element by element from the definition in csrc/philox.h."""
-    seed, offset = (int(x) % 2**64 for x in rng_state)
-    key = (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32))
-    b, h, i, j = np.meshgrid(np.arange(B), np.arange(H), np.arange(Sq), np.arange(Sk), indexing="ij")
-    counter = np.stack([j // 4, i, b * H + h, np.full_like(i, offset & 0xFFFFFFFF)], -1).astype(np.uint32)
+    seed, x, *place = (int(x) % 2**64 for x in rng_state)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ x >> shift) * factor % 2**64
+    key = ((seed ^ x) & 0xFFFFFFFF, (seed ^ x) >> 32)
+    place = place or [0] * 4
+    b, h, i, j = np.meshgrid(*(np.arange(n) + first for n, first in zip((B, H, Sq, Sk), place)), indexing="ij")
+    counter = np.stack([j // 4, i, h, b], -1).astype(np.uint32)
     words = np.take_along_axis(philox4x32_10(counter, key), (j % 4)[..., None], -1)[..., 0]
     return torch.from_numpy(words.astype(np.float64) >= min(p * 2.0**32, 2.0**32))

@@ -160,12 +160,12 @@ inline void load_tile(T* tile, const Tensor4& x, DType type, const RowBlock& blo
 
 template <class T>
 inline void load_dropout(T* factor, const AttentionBackward& p, const RowBlock& block, int64_t first_key, int keys) {
-  uint32_t batch_head[kMaxRows] = {}, query[kMaxRows] = {};
+  uint32_t head[kMaxRows] = {}, query[kMaxRows] = {};
   for (int r = 0; r < block.rows; ++r) {
-    batch_head[r] = uint32_t(p.dropout.first_head + block.b * p.H + block.head[r]);
+    head[r] = uint32_t(block.head[r]);
     query[r] = uint32_t(block.query[r]);
   }
-  dropout_multipliers(factor, kMaxRows, p.dropout, batch_head, query, block.rows, first_key, keys);
+  dropout_multipliers(factor, kMaxRows, p.dropout, block.b, head, query, block.rows, first_key, keys);
 }
 
 // The sums of a relative bias's gradient are wide: rounding leaves something of a row's sum, which is 0, and slopes

@@ -195,7 +195,7 @@ struct ForwardBlock {
     if (!p.dropout.rng_state) return;
     for (int r = 0; r < kMaxRows; ++r) {
       const int i = std::min(r, s.block->rows - 1);
-      s.batch_head[r] = uint32_t(p.dropout.first_head + s.block->b * p.H + s.block->head[i]);
+      s.head[r] = uint32_t(s.block->head[i]);
       s.query[r] = uint32_t(s.block->query[i]);
     }
   }
@@ -386,7 +386,7 @@ struct ForwardBlock {
   }
 
   void apply_dropout(int64_t first_key, int keys) {
-    dropout_multipliers(s.multiplier, kMaxRows, p.dropout, s.batch_head, s.query, lanes, first_key, keys);
+    dropout_multipliers(s.multiplier, kMaxRows, p.dropout, s.block->b, s.head, s.query, lanes, first_key, keys);
     for (int j = 0; j < keys; ++j) {
       for (int r = 0; r < lanes; r += L) {
         T* x = s.score + j * kMaxRows + r;

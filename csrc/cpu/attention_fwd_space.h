@@ -80,14 +80,14 @@ struct ForwardScratch {
   using T = typename Product<Unit>::Acc;
   RowBlock* block;
   TileMask<T>* mask;
-  Partial<T> whole;              // of a block that is not cut into parts
-  T *row_max, *row_sum, *out;    // the Partial in use
-  T* rescale;                    // [kMaxRows]
-  uint32_t *batch_head, *query;  // [kMaxRows]
-  Unit* q;                       // [units(D)][kMaxRows]
-  bool whole_head;               // k and v hold a packed head, not a tile
-  int group;                     // blocks that may share tiles
-  bool grouped;                  // k and v may hold a tile of a group's
+  Partial<T> whole;            // of a block that is not cut into parts
+  T *row_max, *row_sum, *out;  // the Partial in use
+  T* rescale;                  // [kMaxRows]
+  uint32_t *head, *query;      // [kMaxRows]
+  Unit* q;                     // [units(D)][kMaxRows]
+  bool whole_head;             // k and v hold a packed head, not a tile
+  int group;                   // blocks that may share tiles
+  bool grouped;                // k and v may hold a tile of a group's
   PackedHead<Unit>* packed;
   Unit *k, *v;           // keys and values, packed
   Unit* finite_v;        // values of a tile for FiniteRows
@@ -113,7 +113,7 @@ struct ForwardScratch {
     block = arena.take<RowBlock>(1);
     mask = arena.take<TileMask<T>>(1);
     rescale = arena.take<T>(kMaxRows);
-    batch_head = arena.take<uint32_t>(kMaxRows);
+    head = arena.take<uint32_t>(kMaxRows);
     query = arena.take<uint32_t>(kMaxRows);
     q = arena.take<Unit>(kPlanes<Unit> * max64(units<Unit>(int(D)) * kMaxRows, kFewRows * few_ld<Unit>(int(D))));
     const bool packs = sizeof(Unit) != size_of(p.kv_type()) && plan.parts == 1 && !p.store.table;

@@ -202,10 +202,10 @@ struct MixedScores {
 
   // What dropout multiplies the weights of head g with, in `bias`.
   const T* dropout(int64_t g, int64_t first_key, int keys) const {
-    uint32_t batch_head[kMaxRows] = {}, query[kMaxRows] = {};
-    std::fill_n(batch_head, kMaxRows, uint32_t(p.dropout.first_head + block->b * p.H + g));
+    uint32_t head[kMaxRows] = {}, query[kMaxRows] = {};
+    std::fill_n(head, kMaxRows, uint32_t(g));
     for (int r = 0; r < block->rows; ++r) query[r] = uint32_t(block->query[r]);
-    dropout_multipliers(bias, kMaxRows, p.dropout, batch_head, query, lanes, first_key, keys);
+    dropout_multipliers(bias, kMaxRows, p.dropout, block->b, head, query, lanes, first_key, keys);
     return bias;
   }
   void apply_dropout(T* tile, int64_t first_key, int keys) const {

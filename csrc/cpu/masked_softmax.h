@@ -56,7 +56,7 @@ void softmax_logits(const MaskedSoftmaxProblem& p, const SoftmaxRow& r, Acc<T>* 
 // multiplier[0..length) = what dropout multiplies each weight with.
 template <class A>
 void dropout_factors(const MaskedSoftmaxProblem& p, const SoftmaxRow& r, A* multiplier) {
-  dropout_row(multiplier, p.dropout, r.b * p.H + r.h, r.i, r.keys.begin, r.length(), A(1 / (1 - p.dropout.p)));
+  dropout_row(multiplier, p.dropout, r.b, r.h, r.i, r.keys.begin, r.length(), A(1 / (1 - p.dropout.p)));
 }
 
 // Zeros all of a row but its interval.

@@ -24,19 +24,22 @@ MHA_INLINE PhiloxWords philox(VecU c0, VecU c1, VecU c2, VecU c3, uint32_t k0, u
 }
 
 // multiplier[j][r] = 1 / (1 - p) where dropout keeps the weight of key first_key + j for row r, else 0. Row r stands
-// for query[r] of batch_head[r] = b * H + h. Whole vectors of rows are written (kMaxRows of each input are readable).
+// for query[r] of head[r]. Whole vectors of rows are written (kMaxRows of each input are readable).
 template <class T>
-inline void dropout_multipliers(T* multiplier, int64_t ld, const Dropout& dropout, const uint32_t* batch_head,
+inline void dropout_multipliers(T* multiplier, int64_t ld, const Dropout& dropout, int64_t batch, const uint32_t* head,
                                 const uint32_t* query, int rows, int64_t first_key, int keys) {
   constexpr int L = Vec<T>::lanes, U = VecU::lanes;
   const bool none_kept = dropout.p >= 1;
   const Vec<T> zero = set1(T(0)), scale = set1(none_kept ? T(0) : T(1 / (1 - dropout.p)));
-  const DropoutKey key = dropout_key(dropout.rng_state);
+  const DropoutKey key = dropout_key(dropout);
   const uint32_t threshold = dropout_threshold(dropout.p);
+  const VecU b = set1(key.batch + uint32_t(batch));
   for (int r = 0; r < rows; r += U) {
-    const VecU bh = load(batch_head + r), q = load(query + r);
+    uint32_t queries[U], heads[U];
+    for (int l = 0; l < U; ++l) queries[l] = key.query + query[r + l], heads[l] = key.head + head[r + l];
+    const VecU h = load(heads), q = load(queries);
     for (int64_t quad = first_key / 4; quad * 4 < first_key + keys; ++quad) {
-      PhiloxWords words = philox(set1(uint32_t(quad)), q, bh, set1(key.offset), key.k0, key.k1);
+      PhiloxWords words = philox(set1(key.quad + uint32_t(quad)), q, h, b, key.k0, key.k1);
       for (int w = 0; w < 4; ++w) {
         int64_t j = quad * 4 + w - first_key;
         if (j < 0 || j >= keys) continue;

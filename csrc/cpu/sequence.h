@@ -41,7 +41,7 @@ Problem sequence(const Problem& p, int64_t b) {
   shift_bias(s.bias, p.bias_dtype, p.bias_relative, b, shift);
   if constexpr (std::is_base_of_v<AttentionBackward, Problem>)
     shift_bias(s.dbias, accumulate_type(p.dtype), p.bias_relative, b, shift);
-  s.dropout.first_head += b * p.H;
+  s.dropout.first_batch += b;
   Mask& m = s.mask;
   m.band_lo += shift, m.band_hi += shift;
   if (m.begin) m.begin += b * m.begin_stride_b;

@@ -114,8 +114,8 @@ __device__ inline A pair_simple(const AttentionBackwardLaunch& p, const typename
   const A weight = exp(x + rows.negative_lse[row % kRowBlock] + rows.negative_rest[row % kRowBlock]);
   A factor = 1;
   if (p.dropout.rng_state) {
-    const Philox4 words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(sequence.b * p.H + at.h),
-                                        uint32_t(row), uint32_t(key / 4));
+    const Philox4 words =
+        dropout_words(dropout_key(p.dropout), uint32_t(sequence.b), uint32_t(at.h), uint32_t(row), uint32_t(key / 4));
     const bool keeps = p.dropout.p < 1 && words.word[key % 4] >= p.threshold;
     factor = keeps ? A(1 / (1 - p.dropout.p)) : A(0);
   }

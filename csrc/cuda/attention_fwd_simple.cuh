@@ -125,13 +125,12 @@ __device__ inline uint32_t simple_scores(typename C::Acc (&s)[4][4], typename C:
 
 // Zeroes the weights that dropout drops, in the thread's four rows; its four keys share one Philox call.
 template <class Acc>
-__device__ inline void simple_dropout(Acc (&w)[4][4], const AttentionForwardLaunch& p, int64_t bh, int first_row,
-                                      int first_key) {
-  const DropoutKey key = dropout_key(p.dropout.rng_state);
+__device__ inline void simple_dropout(Acc (&w)[4][4], const AttentionForwardLaunch& p, uint32_t b, uint32_t h,
+                                      int first_row, int first_key) {
+  const DropoutKey key = dropout_key(p.dropout);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    Philox4 words =
-        dropout_words(key, uint32_t(bh), first_row + threadIdx.x / 8 * 4 + r, first_key / 4 + threadIdx.x % 8);
+    Philox4 words = dropout_words(key, b, h, first_row + threadIdx.x / 8 * 4 + r, first_key / 4 + threadIdx.x % 8);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (words.word[c] < p.threshold) w[r][c] = 0;
@@ -198,7 +197,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (!shows(key)) continue;
     const uint32_t hidden = simple_scores<C>(s, shared, p, sequence, h, first_row, key, row);
     simple_softmax(s, row, o);
-    if (p.dropout.rng_state) simple_dropout(s, p, bh, first_row, key);
+    if (p.dropout.rng_state) simple_dropout(s, p, b, h, first_row, key);
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         s[r][c] = seen && row[r].sum != 0 ? exponential(s[r][c] - row[r].max) * row[r].factor : Acc(0);
-    if (p.dropout.rng_state) simple_dropout(s, p, bh, first_row, key);
+    if (p.dropout.rng_state) simple_dropout(s, p, b, h, first_row, key);
 #pragma unroll
     for (int r = 0; r < 4; ++r)
 #pragma unroll

@@ -121,8 +121,7 @@ struct MixedTile {
   __device__ A factor(int64_t g, int i, int j) const {
     if (!p.dropout.rng_state) return A(1);
     const uint32_t row = at.row + own(i), key = at.key + other(j);
-    const Philox4 words =
-        dropout_words(dropout_key(p.dropout.rng_state), uint32_t(p.dropout.first_head + at.b * p.H + g), row, key / 4);
+    const Philox4 words = dropout_words(dropout_key(p.dropout), uint32_t(at.b), uint32_t(g), row, key / 4);
     return p.dropout.p < 1 && words.word[key % 4] >= p.threshold ? A(1 / (1 - p.dropout.p)) : A(0);
   }
 

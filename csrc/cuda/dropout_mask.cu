@@ -9,8 +9,9 @@ __global__ void dropout_mask_kernel(const __grid_constant__ DropoutMask p, uint3
   const int64_t quads = (p.Sk + 3) / 4, n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (n >= p.B * p.H * p.Sq * quads) return;
   const int64_t row = n / quads, quad = n - row * quads, bh = row / p.Sq;
-  const Philox4 words =
-      dropout_words(dropout_key(p.dropout.rng_state), uint32_t(bh), uint32_t(row - bh * p.Sq), uint32_t(quad));
+  const int64_t b = bh / p.H;
+  const Philox4 words = dropout_words(dropout_key(p.dropout), uint32_t(b), uint32_t(bh - b * p.H),
+                                      uint32_t(row - bh * p.Sq), uint32_t(quad));
   uint8_t* to = p.out + row * p.Sk + 4 * quad;
   uchar4 kept;
   kept.x = p.dropout.p < 1 && words.word[0] >= threshold;

@@ -56,7 +56,7 @@ __device__ inline void write_weights(const Launch& p, const ScoreRow& row, int64
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       if (i % 4 == 0)
-        words = dropout_words(dropout_key(p.dropout.rng_state), uint32_t(row.b * p.H + row.h), uint32_t(row.i),
+        words = dropout_words(dropout_key(p.dropout), uint32_t(row.b), uint32_t(row.h), uint32_t(row.i),
                               uint32_t((j + i) / 4));
       if (words.word[kSize % 4 == 0 ? i % 4 : (j + i) % 4] < p.threshold) pack.x[i] = T(Acc(0));
     }

@@ -246,9 +246,9 @@ Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64
   MHA_CHECK(p_drop >= 0 && p_drop <= 1, "p is ", p_drop, "; it must lie in [0, 1].");
   MHA_CHECK(B >= 0 && H >= 0 && Sq >= 0 && Sk >= 0, "B, H, Sq, Sk are ", B, ", ", H, ", ", Sq, ", ", Sk,
             "; sizes must not be negative.");
-  check_shape(rng_state, "rng_state", {2});
-  Tensor state = torch::stable::contiguous(rng_state);
-  DropoutMask p{B, H, Sq, Sk, {p_drop, int64_data(state, "rng_state", rng_state)}, nullptr};
+  DropoutMask p{B, H, Sq, Sk, {p_drop}, nullptr};
+  std::vector<Tensor> keep;
+  fill_rng_state(p.dropout, rng_state, rng_state, keep);
   Tensor out = empty({B, H, Sq, Sk}, ScalarType::Bool, rng_state);
   p.out = static_cast<uint8_t*>(out.data_ptr());
   Backend::dropout_mask(p, rng_state);

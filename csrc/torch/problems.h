@@ -101,6 +101,23 @@ inline Tensor4 view_bias(const Tensor& bias, ScoreShape n) {
   return v;
 }
 
+// [2], [6], or [B,H,6] of which the first is this problem's: so shardings of batch and heads share it out rightly.
+inline void fill_rng_state(Dropout& dropout, const Tensor& rng_state, const Tensor& like, std::vector<Tensor>& keep) {
+  dropout.placed = rng_state.dim() > 0 && rng_state.size(rng_state.dim() - 1) == 6;
+  if (rng_state.dim() == 3)
+    check_shape(rng_state, "rng_state", {-1, -1, 6});
+  else if (!dropout.placed)
+    check_shape(rng_state, "rng_state", {2});
+  else
+    check_shape(rng_state, "rng_state", {6});
+  if (rng_state.numel() == 0) return;  // nothing of the batch or the heads is here
+  keep.push_back(torch::stable::contiguous(rng_state));
+  dropout.rng_state = int64_data(keep.back(), "rng_state", like);
+  if (dropout.placed && like.is_cpu())
+    MHA_CHECK(dropout.rng_state[5] % 4 == 0, "rng_state places the first key at ", dropout.rng_state[5],
+              "; the op accepts multiples of 4.");
+}
+
 // Fills what AttentionProblem and MaskedSoftmaxProblem have in common.
 template <class Problem>
 void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
@@ -123,9 +140,7 @@ void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& 
   p.dropout.p = m.dropout_p;
   if (m.dropout_p > 0) {
     MHA_CHECK(m.rng_state.has_value(), "dropout_p is ", m.dropout_p, " but rng_state is missing; pass int64[2].");
-    check_shape(*m.rng_state, "rng_state", {2});
-    keep.push_back(torch::stable::contiguous(*m.rng_state));
-    p.dropout.rng_state = int64_data(keep.back(), "rng_state", like);
+    fill_rng_state(p.dropout, *m.rng_state, like, keep);
   }
 }
 

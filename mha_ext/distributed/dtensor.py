@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
+from .. import _checks
+from .._ops import draw_rng_state
 from ..masks import MaskArgs
 
 Sharding = tuple[list[Placement], list[Any]]  # of the outputs, of the inputs
@@ -35,6 +37,8 @@ def _input_placement(name: str, given: dict[str, Any], dim: int) -> Placement:
         return Shard(dim) if spec.shape[dim] != 1 or dim == HEADS else Replicate()
     if name == "sinks":  # [H]
         return Shard(0) if dim == HEADS else Replicate()
+    if name == "rng_state":  # [B,H,6], see below
+        return Shard(dim)
     if name in _FULL or (name in _BROADCAST and spec.shape[dim] != 1):
         return Shard(dim)
     return Shard(BATCH) if name in _PER_SEQUENCE and dim == BATCH and spec.shape[BATCH] != 1 else Replicate()
@@ -113,12 +117,23 @@ def replicated(x: Tensor | None, like: Any) -> Tensor | None:
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
-def modifiers(like: Any, dropout_p: float, args: MaskArgs, *tensors: Tensor | None) -> tuple[Any, ...]:
+def rng_state(state: Tensor | None, like: Any) -> Tensor:
+    """The state of dropout for each batch element and head, [B,H,6]: a process that has some of them finds in the first of
+    its own where they lie in the whole. One that is not given is drawn by the mesh's first process."""
+    if state is None:
+        replicate = [Replicate()] * like.device_mesh.ndim
+        state = distribute_tensor(draw_rng_state(like.to_local()), like.device_mesh, replicate).to_local()  # broadcasts
+    else:
+        state = _checks.rng_state(state, like.device)
+    B, H = like.shape[:2]
+    states = torch.cat((state, state.new_zeros(6 - len(state)))).repeat(B, H, 1)
+    states[..., 2] += torch.arange(B, device=state.device)[:, None]
+    states[..., 3] += torch.arange(H, device=state.device)
+    return replicated(states, like)  # type: ignore[return-value]
+
+
+def modifiers(like: Any, args: MaskArgs, *tensors: Tensor | None) -> tuple[Any, ...]:
     """The mask's arguments, and other tensors that come with like, as DTensors."""
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p is {dropout_p} and the inputs are DTensors; accepted there: 0: apply dropout to local tensors."
-        )
     begin: Any = args.begin
     end: Any = args.end
     if (begin is None) != (end is None):

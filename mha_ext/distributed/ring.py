@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _checks, _ops, biases, masks
-from ..functional import NOT_PACKED, attention_arguments
+from ..functional import NOT_PACKED, _rng_state, attention_arguments
 from ..merge import weights_of_parts
 from .agreement import FIELDS, lengths_if_agreed, wait
 from .sequence import Piece, bias_of_block, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
@@ -54,8 +54,10 @@ def ring_attention(
     mask: masks.Mask | Tensor | None = None,
     bias: Tensor | biases.Bias | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rng_state: Tensor | None = None,
     layout: str = "contiguous",
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -77,7 +79,8 @@ def ring_attention(
             processes' lengths. Block-sparse masks are refused.
         bias: a bias of the distance in the whole sequence, of mha_ext.biases; or a tensor for this process's queries and all
             keys in their order, [Sq_local,Sk], or 4-d broadcastable to [B,H,Sq_local,Sk].
-        scale, softcap, sinks, deterministic, return_lse: as in attention. The gradients of sinks and of a bias are those of
+        scale, dropout_p, softcap, sinks, rng_state, deterministic, return_lse: as in attention; what dropout drops is what
+            it would drop in one process that has the first one's rng_state, and parts of the keys begin at multiples of 4. The gradients of sinks and of a bias are those of
             this process's queries: sum them over the processes, like those of all parameters.
         layout: which positions a process has: "contiguous", a run each in the order of the ranks, or "zigzag" (see
             sequence_positions), which gives everybody the same work under a causal mask.
@@ -93,13 +96,13 @@ def ring_attention(
         RuntimeError: another process ended, refused its inputs, or did not answer in time.
     """
     ring = _Ring(group, timeout)
-    form, problem, lengths = None, None, (0, 0)
+    form, problem, lengths, drawn = None, None, (0, 0), [0] * 6
     try:
         check_layout(layout)
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             raise _checks.not_tensors("qkv", q, k, v)
         q, k, v, _, _, scale, sinks, *_ = attention_arguments(
-            q, k, v, None, None, scale, 0.0, softcap, sinks, None, None, deterministic
+            q, k, v, None, None, scale, dropout_p, softcap, sinks, None, None, deterministic
         )
         if _checks.is_dtensor(q):
             raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
@@ -110,15 +113,19 @@ def ring_attention(
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
         values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, sinks is not None
-        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole), known_bias)))
+        state = _rng_state(rng_state, q.new_empty(0, device="cpu")) if dropout_p != 0.0 else None
+        numbers = [] if state is None else state.tolist()
+        drawn = [*numbers, *[0] * (6 - len(numbers))]
+        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole), known_bias, float(dropout_p))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
-    everyones = lengths_if_agreed(form, lengths, group, timeout)
+    everyones, drawn = lengths_if_agreed(form, lengths, drawn, group, timeout)
     if problem is not None:
         raise problem
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    plan = _plan(ring, q, k, whole, everyones, layout, (scale, softcap, deterministic))
+    state = torch.tensor(drawn, device=q.device) if dropout_p != 0.0 else None
+    plan = _plan(ring, q, k, whole, everyones, layout, (scale, softcap, dropout_p), deterministic, state)
     out, lse = _RingAttention.apply(q, k, v, _bias_of_whole(bias, plan, q), sinks, plan)
     return (out, lse) if return_lse else out
 
@@ -184,7 +191,15 @@ class _Plan:
     Sk: int
     mask: masks.MaskArgs  # of the whole
     steps: int
-    numbers: tuple[float, float, bool]  # scale, softcap, deterministic
+    numbers: tuple[float, float, float]  # scale, softcap, dropout_p
+    deterministic: bool
+    rng_state: Tensor | None  # [6], of the whole
+
+    def state(self, queries: Piece, keys: Piece) -> Tensor | None:
+        """That of dropout for a block."""
+        if self.rng_state is None:
+            return None
+        return self.rng_state + self.rng_state.new_tensor([0, 0, 0, 0, queries.start, keys.start])
 
     def source(self, step: int) -> int:
         return (self.ring.rank - step) % self.ring.size
@@ -225,15 +240,22 @@ class _Plan:
 
 
 def _plan(
-    ring: _Ring, q: Tensor, k: Tensor, mask: masks.Mask | None, lengths: list[tuple[int, int]], layout: str, numbers: Any
-) -> _Plan:
+    ring: _Ring, q: Tensor, k: Tensor, mask: masks.Mask | None, lengths: list[tuple[int, int]], layout: str,
+    numbers: tuple[float, float, float], deterministic: bool, rng_state: Tensor | None,
+) -> _Plan:  # fmt: skip
     query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
     Sq, Sk = sum(query_lengths), sum(key_lengths)
     queries, keys = pieces_of(query_lengths, layout), pieces_of(key_lengths, layout)
     args = masks.lower(mask, q.shape[0], q.shape[1], Sq, Sk, q.device)
     refuse_other_masks(args, mask)
     steps = 1 + last_step(_hashable(queries), _hashable(keys), Sk - Sq, args.left, args.right, args.top_left)
-    return _Plan(ring, queries[ring.rank], keys, Sq, Sk, args, steps, numbers)
+    starts = [piece.start for pieces in keys for piece in pieces]
+    if rng_state is not None and any(start % 4 for start in starts):
+        raise ValueError(
+            f"dropout_p is {numbers[2]} and the processes' parts of the keys begin at {_checks.text(starts)}; accepted with "
+            "dropout: multiples of 4: share the sequence out in such parts."
+        )
+    return _Plan(ring, queries[ring.rank], keys, Sq, Sk, args, steps, numbers, deterministic, rng_state)
 
 
 def _hashable(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
@@ -273,13 +295,12 @@ def _forward(
     out = _zeros_in_order_of(q, v.shape[3], accumulate)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulate)
     rest = torch.zeros_like(lse)
-    scale, softcap, deterministic = plan.numbers
     begun = set()
     for source, keys, values in plan.rotate(k, v):
         for rows, columns, args in plan.blocks(source):
             part = _ops.attention_fwd(
                 rows.of(q), columns.of(keys), columns.of(values), bias_of_block(bias, rows, columns, plan.Sq), *args,
-                *NOT_PACKED, None, scale, softcap, 0.0, None, False, deterministic,
+                *NOT_PACKED, None, *plan.numbers, plan.state(rows, columns), False, plan.deterministic,
             )[:3]  # fmt: skip
             sums = rows.of(out), rows.of(lse), rows.of(rest)
             if rows in begun:
@@ -305,7 +326,7 @@ def _backward(
     That of the bias is added to dbias, where there is one.
     """
     accumulate = _checks.accumulate_dtype(q.dtype)
-    ring, (scale, softcap, deterministic) = plan.ring, plan.numbers
+    ring = plan.ring
     dq = _zeros_in_order_of(q, q.shape[3], accumulate)
     coming = None
     for step, (source, keys, values) in enumerate(plan.rotate(k, v)):
@@ -315,7 +336,7 @@ def _backward(
             gradients = _ops.attention_bwd(
                 rows.of(dout), None if dlse is None else rows.of(dlse), None, rows.of(q), columns.of(keys), columns.of(values),
                 rows.of(out), rows.of(lse), rows.of(rest), bias_of_block(bias, rows, columns, plan.Sq), *args, *NOT_PACKED, None,
-                scale, softcap, 0.0, None, dbias is not None, deterministic,
+                *plan.numbers, plan.state(rows, columns), dbias is not None, plan.deterministic,
             )  # fmt: skip
             if dbias is not None:
                 bias_of_block(dbias, rows, columns, plan.Sq).add_(gradients[3])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import _checks, nested
 from .. import masks as m
-from .. import nested
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
 from ._torchs_ways import be_a_leaf
@@ -54,7 +55,9 @@ class _Attention(nn.Module):
             self.register_parameter(name, None)
         self.q_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, **factory) if qk_norm else None
-        self.head_shards = 1  # processes with an equal share of the heads each, see mha_ext.distributed.HeadParallel
+        # Processes with an equal share of the heads each, and what draws their state of dropout; see HeadParallel.
+        self.head_shards = 1
+        self.draw_rng_state: Callable[[Tensor], Tensor] | None = None
         self.register_load_state_dict_pre_hook(_load_either_packing)
         be_a_leaf(self)
 
@@ -89,7 +92,8 @@ class _Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return {
             "mask": mask, "bias": bias, "dropout_p": dropout, "softcap": self.softcap, "pre_mix": self.pre_mix,
-            "post_mix": self.post_mix, "sinks": self.sinks,
+            "post_mix": self.post_mix, "sinks": _local(self.sinks),
+            "rng_state": self.draw_rng_state(self.out_proj.weight) if dropout and self.draw_rng_state else None,
         }  # fmt: skip
 
     def _project_out(self, out: Tensor) -> Tensor:
@@ -122,7 +126,8 @@ class _Attention(nn.Module):
         return [getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for name in self.part_names]
 
     def _check_shares(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.shape[1] * self.num_kv_heads != k.shape[1] * self.num_heads or k.shape[1] != v.shape[1]:
+        kv_heads = max(self.num_kv_heads, self.head_shards)  # of fewer, every process has a copy of the one that it needs
+        if q.shape[1] * kv_heads != k.shape[1] * self.num_heads or k.shape[1] != v.shape[1]:
             raise ValueError(
                 f"q_proj, k_proj, v_proj gave {q.shape[1]}, {k.shape[1]}, {v.shape[1]} heads of "
                 f"{self.num_heads}, {self.num_kv_heads}, {self.num_kv_heads}; accepted: the same share of each: "
@@ -265,7 +270,7 @@ class SelfAttention(_Attention):
             kept = left + max(64, left // 4)
             if 2 * kept < capacity:
                 capacity, options["window"] = kept, left
-        return KVCache(batch, capacity, self.num_kv_heads // self.head_shards, self.head_dim, **options)
+        return KVCache(batch, capacity, max(1, self.num_kv_heads // self.head_shards), self.head_dim, **options)
 
     def _attend_cached(
         self,
@@ -397,6 +402,11 @@ class CrossAttention(_Attention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self._attend(q, k, v, mask, bias, given)
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    """The part of this process, where the module is sharded by heads."""
+    return parameter.to_local() if _checks.is_dtensor(parameter) else parameter  # type: ignore[union-attr]
 
 
 def _check_input(x: Tensor, name: str, size: int) -> None:

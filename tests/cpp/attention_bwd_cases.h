@@ -276,7 +276,7 @@ struct Textbook {
           dot(dout, b, h, i, out, h, i, &delta_size) - (p.dlse ? T(naive::load(p.dlse, DType::f64, row)) : 0);
       const T cap = T(p.softcap), t = cap == 0 ? 0 : std::tanh(x / cap);
       const T score = rounded((cap == 0 ? x : cap * t) + bias), weight = rounded(std::exp(score - lse));
-      const T factor = T(naive::dropout_factor(p.dropout, b * p.H + h, i, j)), dweight = at(p.dweights, b, h, i, j);
+      const T factor = T(naive::dropout_factor(p.dropout, b, h, i, j)), dweight = at(p.dweights, b, h, i, j);
       const T dp = rounded((dot(dout, b, h, i, v, hk, j, &dp_size) + dweight) * factor);
       const T ds = rounded(weight * (dp - delta)), dqk = rounded(ds * (1 - t * t) * T(p.scale));
       // Errors in the exponent are relative errors of the weight.

@@ -135,18 +135,18 @@ inline bool visible(const mha::Mask& m, int64_t b, int64_t h, int64_t i, int64_t
   return true;
 }
 
-inline bool kept(const mha::Dropout& d, int64_t batch_head, int64_t i, int64_t j) {
+inline bool kept(const mha::Dropout& d, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (!d.rng_state) return true;
   if (d.p >= 1) return false;
   const mha::Philox4 words =
-      mha::dropout_words(mha::dropout_key(d.rng_state), uint32_t(batch_head), uint32_t(i), uint32_t(j / 4));
+      mha::dropout_words(mha::dropout_key(d), uint32_t(b), uint32_t(h), uint32_t(i), uint32_t(j / 4));
   return words.word[j % 4] >= mha::dropout_threshold(d.p);
 }
 
 // What dropout multiplies a weight with.
-inline double dropout_factor(const mha::Dropout& d, int64_t batch_head, int64_t i, int64_t j) {
+inline double dropout_factor(const mha::Dropout& d, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (!d.rng_state) return 1;
-  return kept(d, batch_head, i, j) ? 1 / (1 - d.p) : 0;
+  return kept(d, b, h, i, j) ? 1 / (1 - d.p) : 0;
 }
 
 inline double softcapped(double x, double cap) { return cap == 0 ? x : cap * std::tanh(x / cap); }
@@ -212,7 +212,7 @@ inline void attention_fwd(const mha::AttentionForward& p) {
     if (p.lse_rest) store(p.lse_rest, acc, row, lse.sum == 0 ? 0 : lse.top - load(p.lse, acc, row) + std::log(lse.sum));
     for (size_t n = 0; lse.sum != 0 && n < keys.size(); ++n) {
       const int64_t j = keys[n];
-      const double w = std::exp(scores[n] - lse.top) / lse.sum * dropout_factor(p.dropout, b * p.H + h, i, j);
+      const double w = std::exp(scores[n] - lse.top) / lse.sum * dropout_factor(p.dropout, b, h, i, j);
       weights(b, h, i, j) = w;
       for (int64_t d = 0; d < p.Dv; ++d) out(b, h, i, d) += w * v(b, hk, j, d);
     }
@@ -237,7 +237,7 @@ inline void attention_bwd(const mha::AttentionBackward& p) {
     const double delta = dot(dout, b, h, i, out, h, i) - (p.dlse ? load(p.dlse, acc, row) : 0);
     for (int64_t j = 0; j < p.Sk; ++j) {
       if (!visible(p.mask, b, h, i, j)) continue;
-      const double x = p.scale * dot(q, b, h, i, k, hk, j), factor = dropout_factor(p.dropout, b * p.H + h, i, j);
+      const double x = p.scale * dot(q, b, h, i, k, hk, j), factor = dropout_factor(p.dropout, b, h, i, j);
       const double weight = std::exp(softcapped(x, p.softcap) + bias(b, h, i, j) - lse - lse_rest);
       const double dweight = (dot(dout, b, h, i, v, hk, j) + dweights(b, h, i, j)) * factor;
       const double dscore = weight * (dweight - delta);
@@ -270,7 +270,7 @@ inline void masked_softmax_fwd(const mha::MaskedSoftmaxForward& p) {
     if (sees_nothing(lse)) return;
     for (int64_t j = 0, n = 0; j < p.Sk; ++j)
       if (visible(p.mask, b, h, i, j))
-        out(b, h, i, j) = std::exp(scores[size_t(n++)] - lse) * dropout_factor(p.dropout, b * p.H + h, i, j);
+        out(b, h, i, j) = std::exp(scores[size_t(n++)] - lse) * dropout_factor(p.dropout, b, h, i, j);
   });
   write(out, p.out, p.dtype);
 }
@@ -288,7 +288,7 @@ inline void masked_softmax_bwd(const mha::MaskedSoftmaxBackward& p) {
     for (int64_t j = 0; j < p.Sk; ++j) {
       if (!visible(p.mask, b, h, i, j)) continue;
       weight[size_t(j)] = std::exp(p.scale * in(b, h, i, j) + bias(b, h, i, j) - lse);
-      dweight[size_t(j)] = dout(b, h, i, j) * dropout_factor(p.dropout, b * p.H + h, i, j);
+      dweight[size_t(j)] = dout(b, h, i, j) * dropout_factor(p.dropout, b, h, i, j);
       delta += weight[size_t(j)] * dweight[size_t(j)];
     }
     for (int64_t j = 0; j < p.Sk; ++j) {
@@ -324,7 +324,7 @@ inline void merge_heads(const mha::MergeHeads& p) {
 inline void dropout_mask(const mha::DropoutMask& p) {
   int64_t n = 0;
   for_each(Array4(p.B, p.H, p.Sq, p.Sk),
-           [&](int64_t b, int64_t h, int64_t i, int64_t j) { p.out[n++] = kept(p.dropout, b * p.H + h, i, j); });
+           [&](int64_t b, int64_t h, int64_t i, int64_t j) { p.out[n++] = kept(p.dropout, b, h, i, j); });
 }
 
 }  // namespace naive
