@@ -275,17 +275,13 @@ def test_other_ops(processes, n):
 
 
 def refusals():
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = mesh_of(2)
-    q = distribute_tensor(randn(2, 2, 3, 4), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="dropout_p is 0.1 and the inputs are DTensors"):
-        mha_ext.attention(q, q, q, dropout_p=0.1)
     head_parallel = mha_ext.distributed.HeadParallel()
     with pytest.raises(TypeError, match="HeadParallel was given a Linear"):
         head_parallel._apply(nn.Linear(2, 2), mesh)
-    with pytest.raises(ValueError, match="1 key/value heads do not divide evenly among 2"):
-        head_parallel._apply(mha_ext.nn.SelfAttention(8, 4, num_kv_heads=1), mesh)
+    for heads, kv_heads in ((6, 3), (3, 1)):
+        with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads do not divide evenly among 2"):
+            head_parallel._apply(mha_ext.nn.SelfAttention(6, heads, num_kv_heads=kv_heads), mesh)
     module = mha_ext.nn.SelfAttention(8, 4)
     module.extra = nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="parameter extra, which HeadParallel cannot shard"):

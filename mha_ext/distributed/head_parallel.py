@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -42,10 +41,12 @@ class _OneOfFewHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         head = device_mesh.get_local_rank() * self.heads // device_mesh.size()
 
-        def own_head(_: nn.Module, __: Any, out: Any, ___: DeviceMesh) -> Tensor:
+        def own_head(_: nn.Module, __: Any, out: Any) -> Any:
             return out.to_local(grad_placements=[Partial()]).unflatten(-1, (self.heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, output_fn=own_head)
+        module = distribute_module(module, device_mesh)
+        module.register_forward_hook(own_head)
+        return module
 
 
 class HeadParallel(ParallelStyle):

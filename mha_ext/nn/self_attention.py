@@ -406,7 +406,8 @@ class CrossAttention(_Attention):
 
 def _local(parameter: Tensor | None) -> Tensor | None:
     """The part of this process, where the module is sharded by heads."""
-    return parameter.to_local() if _checks.is_dtensor(parameter) else parameter  # type: ignore[union-attr]
+    shared_out = parameter is not None and _checks.is_dtensor(parameter)
+    return parameter.to_local() if shared_out else parameter  # type: ignore[union-attr]
 
 
 def _check_input(x: Tensor, name: str, size: int) -> None:
