@@ -96,7 +96,7 @@ def attention_cached(
         log_plan("attention_cached", given, (q, k, v), lowered, Sk=Sk)
     if _checks.is_dtensor(q):
         args, bias, sinks, block_table, k_scale, v_scale = dtensor_rules().modifiers(
-            q, 0.0, args, bias, sinks, block_table, k_scale, v_scale
+            q, args, bias, sinks, block_table, k_scale, v_scale
         )
     out, lse = _ops.attention_cached(
         q, k, v, block_table, k_scale, v_scale, page_size, bias, *args, sinks, scale, softcap

@@ -28,11 +28,6 @@ def test_the_list_of_refusals_is_that_of_the_code():
     assert tuple(rows[rows.index(("what", "with", "why")) + 2 :]) == REFUSED
 
 
-def _vmapped():
-    x = torch.randn(2, 1, 1, 3, 4)
-    return torch.func.vmap(lambda x: mha_ext.attention(x, x, x, dropout_p=0.5, rng_state=torch.tensor([1, 2])))(x)
-
-
 def _dual():
     import torch.autograd.forward_ad as fwad
 
@@ -46,7 +41,6 @@ FEATURES = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)], la
 CALLS = {
     "return_weights": lambda: mha_ext.attention(NESTED, NESTED, NESTED, return_weights=True),
     "attn_mask": lambda: mha_ext.scaled_dot_product_attention(NESTED, NESTED, NESTED, torch.ones(3, 3, dtype=torch.bool)),
-    "dropout_p": _vmapped,
     "rope": lambda: mha_ext.nn.SelfAttention(8, 2, rope=True)(FEATURES),
     "MultiheadAttention masks": lambda: mha_ext.nn.MultiheadAttention(8, 2, batch_first=True)(
         FEATURES, FEATURES, FEATURES, torch.zeros(2, 3, dtype=torch.bool), need_weights=False
@@ -67,6 +61,6 @@ def test_forward_mode_is_refused():
 
 def test_explain_prints_what_a_call_may_not_be_combined_with():
     q = torch.randn(1, 2, 3, 4)
-    state = torch.tensor([1, 2])
-    assert "dropout_p with vmap: each mapped problem" in str(mha_ext.explain(q, q, q, dropout_p=0.5, rng_state=state))
-    assert "dropout_p with" not in str(mha_ext.explain(q, q, q))
+    mix = torch.eye(2)
+    assert "pre_mix, post_mix with attention_varlen on a GPU" in str(mha_ext.explain(q, q, q, pre_mix=mix))
+    assert "pre_mix, post_mix with" not in str(mha_ext.explain(q, q, q))
