@@ -22,8 +22,8 @@ __device__ inline Pair<Acc> pair_of(const Launch& p, const ScoreRow& row, Acc ls
   Acc s = score * Acc(p.scale);
   if (p.bias.data) s += element<Acc>(p.bias.data, p.bias_dtype, row.offset(p.bias) + j * p.bias.stride[3]);
   if (p.dropout.rng_state) {
-    const Philox4 words = dropout_words(dropout_key(p.dropout), uint32_t(row.b), uint32_t(row.h),
-                                        uint32_t(row.i), uint32_t(j / 4));
+    const Philox4 words =
+        dropout_words(dropout_key(p.dropout), uint32_t(row.b), uint32_t(row.h), uint32_t(row.i), uint32_t(j / 4));
     g = words.word[j % 4] >= p.threshold ? g * keep : Acc(0);
   }
   return {exponential(s - lse), g};

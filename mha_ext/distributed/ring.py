@@ -101,7 +101,7 @@ def ring_attention(
         check_layout(layout)
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             raise _checks.not_tensors("qkv", q, k, v)
-        q, k, v, _, _, scale, sinks, *_ = attention_arguments(
+        q, k, v, _, _, factor, sinks, *_ = attention_arguments(
             q, k, v, None, None, scale, dropout_p, softcap, sinks, None, None, deterministic
         )
         if _checks.is_dtensor(q):
@@ -116,7 +116,7 @@ def ring_attention(
         state = _rng_state(rng_state, q.new_empty(0, device="cpu")) if dropout_p != 0.0 else None
         numbers = [] if state is None else state.tolist()
         drawn = [*numbers, *[0] * (6 - len(numbers))]
-        form = dict(zip(FIELDS, (*values, float(scale), float(softcap), layout, repr(whole), known_bias, float(dropout_p))))
+        form = dict(zip(FIELDS, (*values, float(factor), float(softcap), layout, repr(whole), known_bias, float(dropout_p))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
     everyones, drawn = lengths_if_agreed(form, lengths, drawn, group, timeout)
@@ -125,7 +125,7 @@ def ring_attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     state = torch.tensor(drawn, device=q.device) if dropout_p != 0.0 else None
-    plan = _plan(ring, q, k, whole, everyones, layout, (scale, softcap, dropout_p), deterministic, state)
+    plan = _plan(ring, q, k, whole, everyones, layout, (factor, softcap, dropout_p), deterministic, state)
     out, lse = _RingAttention.apply(q, k, v, _bias_of_whole(bias, plan, q), sinks, plan)
     return (out, lse) if return_lse else out
 
