@@ -23,6 +23,19 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def given(x: Any) -> str:
+    """A value in a few words, for a refusal."""
+    if isinstance(x, Tensor):
+        if x.is_nested:
+            return f"a nested tensor of layout {x.layout}"
+        return f"a {name_of(x.dtype)} tensor of shape {text(x.shape)}"
+    if x is None or isinstance(x, (bool, int, float, complex, str, tuple, list)):
+        shown = repr(x)
+        if len(shown) <= 40 and "\n" not in shown:
+            return shown
+    return f"a {type(x).__name__}"
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of softmax statistics and of gradient sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -41,20 +54,22 @@ def values_known(x: Tensor) -> bool:
 
 def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
-        x = torch.as_tensor(x)
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{owner} was given {given(x)}; it accepts an integer tensor {shape}.") from None
     dense(x, owner)
-    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.dim() != dim:
-        raise ValueError(
-            f"{owner} was given a {name_of(x.dtype)} tensor of shape {text(x.shape)}; it accepts an integer "
-            f"tensor {shape}."
-        )
+    integer = not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.is_quantized)
+    if not integer or x.dim() != dim:
+        raise ValueError(f"{owner} was given {given(x)}; it accepts an integer tensor {shape}.")
     return x if x.dtype == torch.int64 else x.to(torch.int64)
 
 
 def same_device(x: Tensor, name: str, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(
-            f"{name} has a tensor on {x.device} but the queries are on {device}; move it with .to('{device}')."
+            f"{name} has a tensor on {x.device} but the queries are on {device}; accepted: one device: move it with "
+            f".to('{device}')."
         )
 
 
@@ -63,10 +78,10 @@ def dense(x: Tensor, name: str) -> None:
     if x.layout is torch.strided and not x.is_nested:
         return
     if x.is_nested:
-        given, fix = f"nested tensor of layout {x.layout}", "pad it with torch.nested.to_padded_tensor and mask what that adds"
+        found, fix = f"nested tensor of layout {x.layout}", "pad it with torch.nested.to_padded_tensor and mask what that adds"
     else:
-        given, fix = f"tensor of layout {x.layout} and shape {text(x.shape)}", "convert it with .to_dense()"
-    raise TypeError(f"{name} is a {given}; accepted: a dense tensor (of layout torch.strided): {fix}.")
+        found, fix = f"tensor of layout {x.layout} and shape {text(x.shape)}", "convert it with .to_dense()"
+    raise TypeError(f"{name} is a {found}; accepted: a dense tensor (of layout torch.strided): {fix}.")
 
 
 def bool_mask(mask: Tensor, name: str) -> None:
@@ -76,14 +91,13 @@ def bool_mask(mask: Tensor, name: str) -> None:
         dense(mask, name)
     if mask.dtype == torch.bool:
         return
-    given = (
-        f"{name} is a {name_of(mask.dtype)} tensor of shape {text(mask.shape)}; accepted: a bool tensor, True = attend"
-    )
+    refused = f"{name} is {given(mask)}; accepted: a bool tensor, True = attend"
     if mask.dtype.is_floating_point:
         raise TypeError(
-            f"{given}: pass it as bias= if it is to be added to the scores, or {name} > 0 if it holds 0 and 1."
+            f"{refused}: pass it as bias= if it is to be added to the scores, or {name} > 0 if it holds 0 and 1."
         )
-    raise TypeError(f"{given}: convert it with {name}.bool() or {name} != 0.")
+    fix = f"{name}.dequantize() > 0" if mask.is_quantized else f"{name}.bool() or {name} != 0"
+    raise TypeError(f"{refused}: convert it with {fix}.")
 
 
 def known(condition: Any) -> bool:
@@ -154,19 +168,19 @@ def bias_tensor(bias: Tensor, dtype: torch.dtype, device: torch.device, B: int, 
         raise TypeError(f"bias is a {type(bias).__name__}; accepted: a floating-point tensor.")
     if bias.layout is not torch.strided or bias.is_nested:
         dense(bias, "bias")
-    given = bias.dtype
-    if not given.is_floating_point:
-        fix = "pass it as mask=" if given == torch.bool else "convert it to a floating-point type"
+    kind = bias.dtype
+    if not kind.is_floating_point:
+        fix = "pass it as mask=" if kind == torch.bool else "convert it to a floating-point type"
         raise TypeError(
-            f"bias is a {name_of(given)} tensor of shape {text(bias.shape)}; accepted: a floating-point tensor that is "
+            f"bias is {given(bias)}; accepted: a floating-point tensor that is "
             f"added to the scores: {fix}."
         )
     same_device(bias, "bias", device)
     accumulate = accumulate_dtype(dtype)
-    if given != dtype and given != accumulate:
-        if given not in DTYPES or given == torch.float64:
+    if kind != dtype and kind != accumulate:
+        if kind not in DTYPES or kind == torch.float64:
             raise TypeError(
-                f"bias is {name_of(given)} but q is {name_of(dtype)}; accepted: "
+                f"bias is {name_of(kind)} but q is {name_of(dtype)}; accepted: "
                 f"{' or '.join(dict.fromkeys((name_of(dtype), name_of(accumulate))))}: convert it."
             )
         bias = bias.to(accumulate)  # exact
@@ -177,15 +191,15 @@ def elsewhere(function: Callable[..., Any], names: Sequence[str], arguments: dic
     """What function(**arguments) gives where not all of the named arguments are tensors: an object that stands in for a
     tensor, such as torch.fx's proxies, takes the call, or it is refused."""
     tensors = [arguments[name] for name in names]
-    if torch.overrides.has_torch_function(tensors):
+    if torch.overrides.has_torch_function(tensors) and not any(isinstance(x, type) for x in tensors):
         return torch.overrides.handle_torch_function(function, tensors, **arguments)
     raise not_tensors(names, *tensors)
 
 
-def not_tensors(names: Sequence[str], *given: Any) -> Exception:
+def not_tensors(names: Sequence[str], *found: Any) -> Exception:
     if len(names) == 1:
-        return TypeError(f"{names[0]} is a {type(given[0]).__name__}; accepted: a tensor.")
-    return TypeError(f"{', '.join(names)} are a {', a '.join(type(x).__name__ for x in given)}; accepted: three tensors.")
+        return TypeError(f"{names[0]} is a {type(found[0]).__name__}; accepted: a tensor.")
+    return TypeError(f"{', '.join(names)} are a {', a '.join(type(x).__name__ for x in found)}; accepted: three tensors.")
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int]:
@@ -211,6 +225,8 @@ def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) 
 
 
 def _attention_refusal(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> Exception:
+    for x, name in zip((q, k, v), "qkv"):
+        dense(x, name)
     shapes = f"q, k, v have shapes {text(q.shape)}, {text(k.shape)}, {text(v.shape)}"
     accepted = "q [B,H,Sq,D], k [B,Hk,Sk,D], v [B,Hk,Sk,Dv]"
     if not (q.dim() == k.dim() == v.dim() == 4):
@@ -281,7 +297,7 @@ def number(name: str, x: Any) -> float:
         return float(x)
     fix = ": multiply q by it if it is to be learned, or use .item()" if name == "scale" else ""
     fix = fix or (": use .item()" if isinstance(x, Tensor) else "")
-    raise TypeError(f"{name} is a {type(x).__name__}; accepted: a number{fix}.")
+    raise TypeError(f"{name} is {given(x)}; accepted: a number{fix}.")
 
 
 def whole(x: Any) -> int | None:
@@ -291,35 +307,57 @@ def whole(x: Any) -> int | None:
     return int(x) if isinstance(x, numbers.Integral) and not isinstance(x, bool) else None
 
 
-def probability(name: str, p: float) -> float:
+def scale(x: Any) -> float:
+    x = number("scale", x)
+    if type(x) is float and x - x != 0.0:
+        raise ValueError(f"scale is {x}; accepted: a finite number.")
+    return x
+
+
+def probability(name: str, p: Any) -> float:
     p = number(name, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; accepted: a probability in [0, 1].")
     return p
 
 
-def softcap(c: float) -> float:
+def softcap(c: Any) -> float:
     c = number("softcap", c)
     if not 0.0 <= c < float("inf"):
         raise ValueError(f"softcap is {c}; accepted: a positive limit of the scores, or 0 for none.")
     return c
 
 
+def size(name: str, x: Any, least: int = 1) -> int:
+    n = whole(x)
+    if n is None or n < least:
+        raise (TypeError if n is None else ValueError)(f"{name} is {given(x)}; accepted: an int >= {least}.")
+    return n
+
+
 def flag(name: str, x: bool | None) -> None:
     if x is not None and not isinstance(x, bool):
-        raise TypeError(f"{name} is {x!r}; accepted: True, False or None.")
+        raise TypeError(f"{name} is {given(x)}; accepted: True, False or None.")
+
+
+def flags(**given_flags: bool) -> None:
+    for name, x in given_flags.items():
+        if x is not True and x is not False:
+            raise TypeError(f"{name} is {given(x)}; accepted: True or False.")
+
+
+def device(x: Any) -> torch.device:
+    try:
+        return torch.device(x)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"device is {given(x)}; accepted: a device of this torch, as 'cpu'.") from None
 
 
 def sinks(x: Tensor, q: Tensor, H: int) -> Tensor:
     if isinstance(x, Tensor):
         dense(x, "sinks")
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.shape != (H,):
-        given = (
-            f"a {name_of(x.dtype)} tensor of shape {text(x.shape)}"
-            if isinstance(x, Tensor)
-            else f"a {type(x).__name__}"
-        )
-        raise ValueError(f"sinks is {given}; accepted: a floating-point tensor [H] = [{H}], one logit per query head.")
+        raise ValueError(f"sinks is {given(x)}; accepted: a floating-point tensor [H] = [{H}], one logit per query head.")
     same_device(x, "sinks", q.device)
     return x.to(accumulate_dtype(q.dtype))
 
@@ -341,13 +379,9 @@ def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
 
 
 def rng_state(state: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.shape not in ((2,), (6,)):
-        given = (
-            f"a {name_of(state.dtype)} tensor of shape {text(state.shape)}"
-            if isinstance(state, Tensor)
-            else f"a {type(state).__name__}"
-        )
-        raise ValueError(f"rng_state is {given}; accepted: an int64 tensor [2] of (seed, offset), or [6] of (seed, offset, "
-            "and the first batch element, head, query and key of this part of a larger problem)."
+    if not isinstance(state, Tensor) or state.dtype != torch.int64 or state.is_nested or state.shape not in ((2,), (6,)):
+        raise ValueError(
+            f"rng_state is {given(state)}; accepted: an int64 tensor [2] of (seed, offset), or [6] of (seed, offset, and the "
+            "first batch element, head, query and key of this part of a larger problem)."
         )
     return state if state.device == device else state.to(device)

@@ -61,7 +61,7 @@ def attention_cached(
         k, v: [B,Hk,Sk,D] and [B,Hk,Sk,Dv]; with a block_table pages of page_size keys, [pages,Hk,page_size,D] and
             [pages,Hk,page_size,Dv]. Of q's type, or both int8 or float8_e4m3fn: then k * k_scale and v * v_scale are
             meant, and q is float32, bfloat16 or float16.
-        block_table: int64 [B,n], key j of sequence b is row j % page_size of page block_table[b, j // page_size];
+        block_table: integer [B,n] (int64 is read as it is, others are converted), key j of sequence b is row j % page_size of page block_table[b, j // page_size];
             Sk = n * page_size. Entries for keys that no query sees may be anything. On the CPU, pages are read without
             loss of speed where page_size is a multiple of 64.
         k_scale, v_scale: float32 [B,Hk] or [1,Hk], one per head.
@@ -76,6 +76,10 @@ def attention_cached(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention_cached, "qkv", locals())
+    if return_lse is not False:
+        _checks.flags(return_lse=return_lse)
+    if block_table is not None:
+        block_table = _checks.integer_tensor(block_table, "block_table", "[B,n]", 2)
     tensors = (q, k, v, bias, sinks, k_scale, v_scale)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise ValueError(
@@ -88,7 +92,7 @@ def attention_cached(
     given = q, k, v, mask, bias
     args = masks.lower(mask, B, H, Sq, Sk, device)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
-    if softcap != 0.0:
+    if type(softcap) is not float or softcap != 0.0:
         _checks.softcap(softcap)
     k_scale, v_scale = (_scale(x, n, k) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
     if LOG_PLANS:
@@ -134,14 +138,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
             _checks.same_device(x, name, q.device)
     if q.is_cuda and _ops.without_cuda is not None:
         raise _checks.no_cuda(_ops.without_cuda)
-    if (
-        paged
-        and block_table is not None
-        and (block_table.dtype != torch.int64 or block_table.dim() != 2 or block_table.shape[0] != q.shape[0])
-    ):
+    if block_table is not None and block_table.shape[0] != q.shape[0]:
         raise ValueError(
-            f"block_table is a {_checks.name_of(block_table.dtype)} tensor of shape {_checks.text(block_table.shape)}; "
-            f"accepted: int64 [B,n] with B = {q.shape[0]}."
+            f"block_table is {_checks.given(block_table)}; accepted: an integer tensor [B,n] with B = {q.shape[0]}."
         )
 
 
@@ -153,10 +152,9 @@ def _scale(x: Tensor | None, name: str, k: Tensor) -> Tensor | None:
         )
     if x is None:
         return None
-    _checks.same_device(x, name, k.device)
-    if x.dim() != 2 or x.shape[1] != k.shape[1] or x.dtype != torch.float32:
-        raise ValueError(
-            f"{name} is a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}; accepted: float32 [B,Hk] "
-            f"or [1,Hk] with Hk = {k.shape[1]}."
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() != 2 or x.shape[1] != k.shape[1] or x.dtype != torch.float32:
+        raise (ValueError if isinstance(x, Tensor) else TypeError)(
+            f"{name} is {_checks.given(x)}; accepted: float32 [B,Hk] or [1,Hk] with Hk = {k.shape[1]}."
         )
+    _checks.same_device(x, name, k.device)
     return x

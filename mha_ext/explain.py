@@ -102,6 +102,7 @@ def explain(
     given = (q, k, v)
     if not all(isinstance(x, Tensor) for x in given):
         raise _checks.not_tensors("qkv", *given)
+    _checks.flags(return_lse=return_lse, return_weights=return_weights)
     for x, name in zip(given, "qkv"):
         _checks.dense(x, name)
     q, k, v, added, args, scale, sinks, mixes = attention_arguments(

@@ -117,6 +117,8 @@ def attention(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention, "qkv", locals())
+    if return_lse is not False or return_weights is not False:
+        _checks.flags(return_lse=return_lse, return_weights=return_weights)
     if q.is_nested:
         return nested.attention(
             q, k, v, 2, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
@@ -171,12 +173,12 @@ def attention_arguments(
     args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     mixes = None if pre_mix is None and post_mix is None else mix_arguments(pre_mix, post_mix, q, H)
-    if dropout_p != 0.0:
+    if type(dropout_p) is not float or dropout_p != 0.0:
         _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(q):
         args, bias, sinks, *mixed = dtensor_rules().modifiers(q, args, bias, sinks, *(mixes or ()))
         mixes = mixed or None
-    if softcap != 0.0:
+    if type(softcap) is not float or softcap != 0.0:
         _checks.softcap(softcap)
     if deterministic is not None:
         _checks.flag("deterministic", deterministic)
@@ -217,7 +219,7 @@ def score_arguments(
         D = q.shape[-1]
         scale = D**-0.5 if D > 0 else 1.0
     else:
-        scale = _checks.number("scale", scale)
+        scale = _checks.scale(scale)
     if sinks is not None:
         sinks = _checks.sinks(sinks, q, H)
     return bias, scale, sinks
@@ -231,7 +233,8 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
     if not isinstance(x, Tensor):
         return _checks.elsewhere(split_heads, "x", locals())
     _checks.one_tensor(x, "x", "[B,S,H*D]", 3, _ops.without_cuda)
-    if num_heads < 1 or x.shape[2] % num_heads:
+    num_heads = _checks.size("num_heads", num_heads)
+    if x.shape[2] % num_heads:
         raise ValueError(
             f"x has shape {_checks.text(x.shape)} and num_heads is {num_heads}; accepted: [B,S,H*D] with "
             "H = num_heads >= 1."
@@ -282,7 +285,7 @@ def masked_softmax(
         )[0, 0]
     _checks.one_tensor(scores, "scores", "[B,H,Sq,Sk] or [Sq,Sk]", 4, _ops.without_cuda)
     B, H, Sq, Sk = scores.shape
-    scale = _checks.number("scale", scale)
+    scale = _checks.scale(scale)
     args = masks.lower(mask, B, H, Sq, Sk, scores.device)
     if bias is not None:
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, B, H, Sq, Sk)
@@ -302,9 +305,9 @@ def dropout_mask(
     threads, B, H or the lengths.
     """
     _checks.probability("p", p)
-    if min(B, H, Sq, Sk) < 0:
-        raise ValueError(f"B, H, Sq, Sk are {B}, {H}, {Sq}, {Sk}; accepted: sizes >= 0.")
-    where: Any = torch.device(device) if device is not None else getattr(rng_state, "device", None)
+    for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)):
+        _checks.size(name, n, 0)
+    where: Any = _checks.device(device) if device is not None else getattr(rng_state, "device", None)
     state = _checks.rng_state(rng_state, where)
     if _ops.without_cuda is not None and state.is_cuda:
         raise _checks.no_cuda(_ops.without_cuda)
@@ -330,6 +333,8 @@ def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
 
 def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """bias or mix, checked; under autocast it follows like's type."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {_checks.given(x)}; accepted: a tensor {_checks.text(shape)}.")
     if x.is_nested:
         _checks.dense(x, name)
     if x.shape != shape:

@@ -86,6 +86,8 @@ def attention_qkvpacked(
     """
     if not isinstance(qkv, Tensor):
         return _checks.elsewhere(attention_qkvpacked, ("qkv",), locals())
+    if return_lse is not False or return_weights is not False:
+        _checks.flags(return_lse=return_lse, return_weights=return_weights)
     qkv, num_heads = _as_heads(qkv, num_heads)
     if qkv.device.type != "meta" and torch.is_autocast_enabled(qkv.device.type):
         (qkv,) = _autocast(qkv.device.type, qkv)
@@ -117,14 +119,14 @@ def attention_qkvpacked(
 def _as_heads(qkv: Tensor, num_heads: int | None) -> tuple[Tensor, int]:
     """(qkv [B,S,H + 2*Hk,D], H)"""
     _checks.dense(qkv, "qkv")
-    if qkv.dim() == 5 and qkv.shape[2] == 3 and num_heads in (None, qkv.shape[3]):
-        return qkv.flatten(2, 3), qkv.shape[3]
     heads = _checks.whole(num_heads)
+    if qkv.dim() == 5 and qkv.shape[2] == 3 and (num_heads is None or heads == qkv.shape[3]):
+        return qkv.flatten(2, 3), qkv.shape[3]
     if qkv.dim() == 4 and heads is not None and heads >= 0:
         num_heads, kv_heads, odd = heads, (qkv.shape[2] - heads) // 2, (qkv.shape[2] - heads) % 2
         if not odd and (kv_heads > 0 and num_heads % kv_heads == 0 or kv_heads == num_heads == 0):
             return qkv, num_heads
     raise ValueError(
-        f"qkv has shape {_checks.text(qkv.shape)} and num_heads is {num_heads}; accepted: [B,S,3,H,D], or [B,S,H + 2*Hk,D] "
+        f"qkv has shape {_checks.text(qkv.shape)} and num_heads is {_checks.given(num_heads)}; accepted: [B,S,3,H,D], or [B,S,H + 2*Hk,D] "
         "with num_heads = H, a multiple of Hk: unflatten the last dimension of a projection."
     )

@@ -35,6 +35,8 @@ def scaled_dot_product_attention(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return _checks.elsewhere(scaled_dot_product_attention, ("query", "key", "value"), locals())
+    if is_causal is not False or enable_gqa is not False:
+        _checks.flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if query.is_nested or key.is_nested or value.is_nested:
         return _nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not (query.dim() == key.dim() == value.dim() == 4):

@@ -96,6 +96,8 @@ def attention_varlen(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention_varlen, "qkv", locals())
+    if return_lse is not False:
+        _checks.flags(return_lse=return_lse)
     options: dict[str, Any] = {
         "mask": mask, "bias": bias, "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "sinks": sinks,
         "pre_mix": pre_mix, "post_mix": post_mix, "rng_state": rng_state, "deterministic": deterministic, "return_lse": return_lse,
@@ -141,7 +143,7 @@ def attention_packed(
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, *longest)
     mixes = mix_arguments(pre_mix, post_mix, q, H)
     _checks.probability("dropout_p", dropout_p)
-    if softcap != 0.0:
+    if type(softcap) is not float or softcap != 0.0:
         _checks.softcap(softcap)
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     _checks.flag("deterministic", deterministic)
@@ -188,7 +190,7 @@ def _longest(lengths: Tensor, given: int | None, side: str) -> int:
         return int(lengths.max()) if lengths.shape[0] > 0 else 0
     name = f"max_seqlen_{side}"
     if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)) or given < 0:
-        raise ValueError(f"{name} is {given!r}; accepted: an int >= 0, or None.")
+        raise ValueError(f"{name} is {_checks.given(given)}; accepted: an int >= 0, or None.")
     if lengths.shape[0] > 0 and _checks.values_known(lengths) and int(lengths.max()) > given:
         raise ValueError(
             f"{name} is {given} but cu_seqlens_{side} has a sequence of {int(lengths.max())}; accepted: a bound of all "

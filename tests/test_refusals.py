@@ -260,7 +260,7 @@ def test_numbers():
     refusal(lambda: masks.Causal().to_dense(5), "1 sizes", "Sq, Sk", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, softcap=-1.0), "-1.0", kind=ValueError)
     refusal(lambda: mha_ext.attention(q, k, v, softcap=float("nan")), "nan", kind=ValueError)
-    refusal(lambda: mha_ext.attention(q, k, v, scale="big"), "str", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k, v, scale="big"), "'big'", kind=TypeError)
     refusal(lambda: mha_ext.attention(q, k, v, deterministic="yes"), "yes", kind=TypeError)
 
 

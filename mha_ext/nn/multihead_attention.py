@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import masks, nested
+from .. import _checks, masks, nested
 from .._checks import same, text
 from ..functional import attention
+from . import _inputs
 from ._torchs_ways import be_a_leaf, call_forward_always
 
 
@@ -38,12 +39,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
+            if size is not None or name in ("embed_dim", "num_heads"):
+                _checks.size(name, size)
+        _checks.probability("dropout", dropout)
+        _checks.flags(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
+        if embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim is {embed_dim} and num_heads is {num_heads}; accepted: embed_dim a multiple of num_heads."
             )
+        factory = _inputs.factory(device, dtype)
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, **factory
         )
         be_a_leaf(self)
         call_forward_always(self)
@@ -74,6 +81,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             ValueError, TypeError, RuntimeError: inputs that do not fit, in one sentence.
         """
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            raise _checks.not_tensors(("query", "key", "value"), query, key, value)
+        if need_weights is not False or average_attn_weights is not True or is_causal is not False:
+            _checks.flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask)
         batched = query.dim() == 3
@@ -101,8 +112,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is None:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), self._weights(), biases))
         elif query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
         elif key is value:
@@ -124,6 +134,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             k, v = torch.cat([k, *extra_k], dim=length_dim), torch.cat([v, *extra_v], dim=length_dim)
         to_heads = (1, 2, 0, 3) if batch_dim == 1 else (0, 2, 1, 3)
         return tuple(x.unflatten(-1, (self.num_heads, self.head_dim)).permute(to_heads) for x in (q, k, v))
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the projections, where they are not packed"""
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight  # type: ignore[return-value]
 
     def _mask_and_bias(
         self, q: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, trust_causal_hint: bool
@@ -164,6 +178,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> None:
+        weights = (self.in_proj_weight,) * 3 if self.in_proj_weight is not None else self._weights()
+        for x, name, weight in zip((query, key, value), ("query", "key", "value"), weights):
+            if x.layout is not torch.strided:
+                _checks.dense(x, name)
+            if x.dtype != weight.dtype or x.device != weight.device:
+                _inputs.fits_weight(x, name, weight)
         sizes = self.embed_dim, self.kdim, self.vdim
         if query.dim() not in (2, 3) or not (query.dim() == key.dim() == value.dim()):
             raise ValueError(
@@ -188,10 +208,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         ):
             if mask is None:
                 continue
-            if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-                raise TypeError(f"{name} is {mask.dtype}; accepted: bool (True = masked out) or floating-point.")
+            if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype in _checks.DTYPES):
+                raise TypeError(
+                    f"{name} is {_checks.given(mask)}; accepted: a bool tensor (True = masked out) or a floating-point one."
+                )
+            _checks.dense(mask, name)
             if not any(len(shape) == mask.dim() and all(map(same, mask.shape, shape)) for shape in accepted):
                 raise ValueError(f"{name} has shape {text(mask.shape)}; accepted: {' or '.join(map(text, accepted))}.")
+            _checks.same_device(mask, name, query.device)
 
     def _forward_nested(
         self,

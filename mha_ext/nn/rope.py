@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _checks
+from . import _inputs
 from ._torchs_ways import be_a_leaf
 
 
@@ -21,16 +23,22 @@ class RotaryEmbedding(torch.nn.Module):
 
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
+        _checks.size("head_dim", head_dim)
+        if head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary embeddings accept an even head size: choose one.")
-        if not base > 0:
-            raise ValueError(f"base is {base}; rotary embeddings accept a positive base.")
-        self.head_dim, self.base = head_dim, base
+        self.head_dim, self.base = head_dim, _inputs.base_of_angles("base", base)
         be_a_leaf(self)
 
     def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
         """x [B,H,S,head_dim], rotated, in x's type. The positions are start, start + 1, ...; start is an int, or an
         integer tensor [B]."""
+        _checks.one_tensor(x, "x", f"[B,H,S,{self.head_dim}]", 4, None)
+        if x.shape[3] != self.head_dim:
+            raise ValueError(f"x has shape {_checks.text(x.shape)}; accepted: [B,H,S,{self.head_dim}].")
+        if isinstance(start, Tensor):
+            start = _checks.integer_tensor(start, "start", "[B], or an int", 1)
+        elif isinstance(start, bool) or not isinstance(start, (int, torch.SymInt)):
+            raise TypeError(f"start is {_checks.given(start)}; accepted: an int, or an integer tensor [B].")
         half = self.head_dim // 2
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         frequencies = self.base ** (torch.arange(half, device=x.device, dtype=dtype) * (-1.0 / half))

@@ -12,6 +12,7 @@ from .. import _checks, nested
 from .. import masks as m
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
+from . import _inputs
 from ._torchs_ways import be_a_leaf
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
@@ -34,10 +35,16 @@ class _Attention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if d_model < 1 or num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None or name != "head_dim":
+                _checks.size(name, size)
+        _checks.flags(bias=bias, qk_norm=qk_norm, causal=causal)
+        _checks.probability("dropout", dropout)
+        _checks.softcap(softcap)
+        if num_heads % num_kv_heads:
             raise ValueError(
-                f"d_model, num_heads, num_kv_heads are {d_model}, {num_heads}, {num_kv_heads}; accepted: positive "
-                "numbers, num_heads a multiple of num_kv_heads."
+                f"num_heads, num_kv_heads are {num_heads}, {num_kv_heads}; accepted: num_heads a multiple of num_kv_heads."
             )
         if head_dim is None and d_model % num_heads:
             raise ValueError(
@@ -45,10 +52,8 @@ class _Attention(nn.Module):
             )
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
         self.head_dim = d_model // num_heads if head_dim is None else head_dim
-        if not 0.0 <= dropout <= 1.0:
-            raise ValueError(f"dropout is {dropout}; accepted: a probability in [0, 1].")
         self.dropout, self.softcap, self.causal = dropout, softcap, causal
-        self.window = (window, window) if isinstance(window, int) else window
+        self.window = _inputs.pair(window)
         self._mask = self._own_mask()
         self.out_proj = nn.Linear(num_heads * self.head_dim, d_model, bias=bias, **factory)
         for name in ("pre_mix", "post_mix", "head_mix", "sinks"):
@@ -85,8 +90,7 @@ class _Attention(nn.Module):
 
     def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | None) -> dict[str, Any]:
         """What attention takes besides the heads."""
-        if isinstance(mask, Tensor):
-            mask = m.Dense(mask)
+        mask = _inputs.mask_or_none(mask)
         if self._mask is not None:
             mask = self._mask if mask is None else mask & self._mask
         dropout = self.dropout if self.training else 0.0
@@ -198,7 +202,11 @@ class SelfAttention(_Attention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = _inputs.factory(device, dtype)
+        _checks.flags(
+            rope=rope, packed=packed, talking_heads=talking_heads, head_communication=head_communication, sinks=sinks
+        )
+        _inputs.base_of_angles("rope_base", rope_base)
         super().__init__(
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
         )
@@ -238,7 +246,9 @@ class SelfAttention(_Attention):
         Raises:
             ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
         """
-        _check_input(x, "x", self.d_model)
+        _inputs.sequences(x, "x", self.d_model, self.q_proj if self.qkv_proj is None else self.qkv_proj)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache is {_checks.given(cache)}; accepted: what make_cache() gives, or None.")
         if x.is_nested and (self.rope is not None or cache is not None or counts is not None):
             raise ValueError(
                 f"x is nested and {'the module has rope' if self.rope is not None else 'a cache or counts was given'}; "
@@ -294,7 +304,7 @@ class SelfAttention(_Attention):
         left = None if self.window is None else self.window[0]
         if left is None and cache.window is not None:
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
-        mask = m.Dense(mask) if isinstance(mask, Tensor) else mask
+        mask = _inputs.mask_or_none(mask)
         out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=self.sinks)
         return self._project_out(out)
 
@@ -368,7 +378,10 @@ class CrossAttention(_Attention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = _inputs.factory(device, dtype)
+        _checks.flags(packed=packed)
+        if context_dim is not None:
+            _checks.size("context_dim", context_dim)
         super().__init__(
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, False, dropout, softcap, factory
         )
@@ -386,8 +399,8 @@ class CrossAttention(_Attention):
         self, x: Tensor, context: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None
     ) -> Tensor:  # fmt: skip
         """x [B,Sq,d_model], context [B,Sk,context_dim] -> [B,Sq,d_model]. mask, bias: as in mha_ext.attention."""
-        _check_input(x, "x", self.d_model)
-        _check_input(context, "context", self.context_dim)
+        _inputs.sequences(x, "x", self.d_model, self.q_proj)
+        _inputs.sequences(context, "context", self.context_dim, self.k_proj if self.kv_proj is None else self.kv_proj)
         given = x, context
         if x.is_nested != context.is_nested:
             raise ValueError("one of x and context is nested; accepted: both or neither: pad.")
@@ -408,8 +421,3 @@ def _local(parameter: Tensor | None) -> Tensor | None:
     """The part of this process, where the module is sharded by heads."""
     shared_out = parameter is not None and _checks.is_dtensor(parameter)
     return parameter.to_local() if shared_out else parameter  # type: ignore[union-attr]
-
-
-def _check_input(x: Tensor, name: str, size: int) -> None:
-    if x.dim() != 3 or x.shape[-1] != size:
-        raise ValueError(f"{name} has shape {list(x.shape)}; accepted: [B,S,{size}].")

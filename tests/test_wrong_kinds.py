@@ -1,0 +1,241 @@
+"""Every public function and module, called with the wrong kind of each argument: one sentence of ours, or it works."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+
+import numpy
+import pytest
+import torch
+
+import mha_ext
+from mha_ext import masks, nn
+
+B, H, S, D = 2, 4, 5, 8
+E = H * D
+gen = torch.Generator().manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=gen)
+
+
+def ones(*shape, dtype=torch.int64):
+    return torch.ones(*shape, dtype=dtype)
+
+
+def kinds() -> dict:
+    """What no argument, or few, can be."""
+    with_values = torch.quantize_per_tensor(torch.rand(S, S), 0.1, 0, torch.quint8)
+    return {
+        "None": None, "str": "x", "list": [1.5], "tuple": (1, 2, 3), "dict": {}, "object": object(), "float": 2.5, "nan": float("nan"),
+        "inf": float("inf"), "int": 3, "negative": -1, "bool": True, "complex": 1j, "numpy": numpy.ones((S, S)),
+        "0-d": torch.tensor(1.5), "5-d": randn(2, 1, 1, 3, 7), "int tensor": ones(S, S), "bool tensor": ones(S, S, dtype=torch.bool),
+        "complex tensor": torch.ones(B, H, S, D, dtype=torch.complex64), "float8 tensor": randn(B, H, S, D).to(torch.float8_e4m3fn),
+        "sparse": torch.eye(S).to_sparse(), "sparse 3-d": torch.ones(B, S, E).to_sparse(),
+        "nested": torch.nested.nested_tensor([randn(2, 3), randn(3, 3)]), "quantised": with_values,
+        "quantised 3-d": torch.quantize_per_tensor(torch.rand(B, S, E), 0.1, 0, torch.quint8),
+        "quantised 4-d": torch.quantize_per_tensor(torch.rand(B, H, S, D), 0.1, 0, torch.quint8),
+        "meta": torch.empty(B, H, S, D, device="meta"), "meta 3-d": torch.empty(B, S, E, device="meta"), "type": torch.Tensor,
+    }  # fmt: skip
+
+
+FLAGS = {"bool"}
+SIZES = {"int"}
+NUMBERS = {"int", "float", "negative", "bool"}
+OPTIONAL = {"None"}
+
+
+class Case:
+    """call(**good) works. `works`: for each argument, the kinds that are right, too; `names`: what messages call it."""
+
+    def __init__(self, call, good, works=None, names=None):
+        self.call, self.good, self.works, self.names = call, good, works or {}, names or {}
+
+
+def tensors(n=3, heads=H):
+    return dict(zip("qkv", (randn(B, heads, S, D) for _ in range(n))))
+
+
+SCORES = {
+    "mask": masks.Causal(), "bias": randn(S, S), "scale": 0.5, "softcap": 2.0, "sinks": randn(H),
+}  # fmt: skip
+SCORES_WORK = {
+    "mask": OPTIONAL | {"bool tensor"}, "bias": OPTIONAL, "scale": OPTIONAL | NUMBERS, "softcap": {"int", "float", "bool"},
+    "sinks": OPTIONAL,
+}  # fmt: skip
+DROPOUT = {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}
+DROPOUT_WORKS = {"dropout_p": {"bool"}, "rng_state": OPTIONAL}
+MIXES = {"pre_mix": torch.eye(H), "post_mix": torch.eye(H), "deterministic": True}
+MIXES_WORK = {"pre_mix": OPTIONAL, "post_mix": OPTIONAL, "deterministic": FLAGS | OPTIONAL}
+RETURNS = {"return_lse": True, "return_weights": True}
+RETURNS_WORK = {"return_lse": FLAGS, "return_weights": FLAGS}
+ATTENTION = {**SCORES, **DROPOUT, **MIXES, **RETURNS}
+ATTENTION_WORKS = {**SCORES_WORK, **DROPOUT_WORKS, **MIXES_WORK, **RETURNS_WORK}
+packed = dict(zip("qkv", (randn(S, H, D) for _ in range(3))))
+starts = torch.tensor([0, 2, S])
+PACKED = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 3, "max_seqlen_k": 3}
+PACKED_WORK = {"cu_seqlens_q": {"list of starts"}, "max_seqlen_q": OPTIONAL | {"int"}, "max_seqlen_k": OPTIONAL | {"int"}}
+without_weights = {name: value for name, value in ATTENTION.items() if name != "return_weights"}
+parts = [randn(B, H, S, D), randn(B, H, S, D)], [randn(B, H, S), randn(B, H, S)]
+SDPA = {
+    "query": randn(B, H, S, D), "key": randn(B, H, S, D), "value": randn(B, H, S, D), "attn_mask": ones(S, S, dtype=torch.bool),
+    "dropout_p": 0.5, "is_causal": True, "scale": 0.5, "enable_gqa": True,
+}  # fmt: skip
+pages = {"k": torch.ones(3, H, 4, D, dtype=torch.int8), "v": torch.ones(3, H, 4, D, dtype=torch.int8)}
+CACHED = {
+    "q": randn(B, H, S, D), **pages, "block_table": torch.tensor([[0, 1], [2, 0]]), "k_scale": torch.ones(1, H),
+    "v_scale": torch.ones(1, H), **SCORES, "bias": randn(S, 8), "return_lse": True,
+}  # fmt: skip
+
+FUNCTIONS = {
+    "attention": Case(mha_ext.attention, {**tensors(), **ATTENTION}, ATTENTION_WORKS),
+    "explain": Case(mha_ext.explain, {**tensors(), **ATTENTION}, ATTENTION_WORKS),
+    "scaled_dot_product_attention": Case(
+        mha_ext.scaled_dot_product_attention, SDPA,
+        {"attn_mask": OPTIONAL | {"bool tensor", "0-d"}, "dropout_p": {"bool"}, "is_causal": FLAGS, "enable_gqa": FLAGS, "scale": OPTIONAL | NUMBERS},
+        {"query": {"q", "attn_mask"}, "key": {"k", "attn_mask"}, "value": {"v"}},
+    ),
+    "attention_varlen": Case(
+        mha_ext.attention_varlen, {**packed, **PACKED, **without_weights, "bias": randn(3, 3)}, {**ATTENTION_WORKS, **PACKED_WORK, "mask": OPTIONAL},
+    ),
+    "attention_qkvpacked": Case(
+        mha_ext.attention_qkvpacked, {"qkv": randn(B, S, 3 * H, D), "num_heads": H, **ATTENTION}, ATTENTION_WORKS,
+    ),
+    "attention_cached": Case(
+        torch.no_grad()(mha_ext.attention_cached), CACHED, {**SCORES_WORK, "mask": OPTIONAL, "return_lse": FLAGS},
+        {"q": {"queries"}, "block_table": {"k"}},
+    ),
+    "masked_softmax": Case(
+        mha_ext.masked_softmax, {"scores": randn(B, H, S, S), "mask": masks.Causal(), "bias": randn(S, S), "scale": 0.5, **DROPOUT},
+        {"mask": SCORES_WORK["mask"], "bias": OPTIONAL, "scale": NUMBERS, **DROPOUT_WORKS}, {"scores": {"queries"}},
+    ),
+    "split_heads": Case(
+        mha_ext.split_heads, {"x": randn(B, S, E), "num_heads": H, "bias": randn(E)}, {"bias": OPTIONAL}, {"x": {"queries"}},
+    ),
+    "merge_heads": Case(mha_ext.merge_heads, {"x": randn(B, H, S, D), "mix": randn(H, H)}, {"mix": OPTIONAL}, {"x": {"queries"}}),
+    "merge_partials": Case(mha_ext.merge_partials, {"outs": parts[0], "lses": parts[1]}, names={"outs": {"out"}, "lses": {"lse"}}),
+    "dropout_mask": Case(
+        mha_ext.dropout_mask, {"rng_state": torch.tensor([1, 2]), "p": 0.5, "B": B, "H": H, "Sq": S, "Sk": S, "device": "cpu"},
+        {"p": {"bool"}, "device": OPTIONAL, **dict.fromkeys(("B", "H", "Sq", "Sk"), SIZES)},
+    ),
+    "swap_attention": Case(mha_ext.swap_attention, {"model": torch.nn.Linear(2, 2)}),
+}  # fmt: skip
+
+SELF = {
+    "d_model": E, "num_heads": H, "num_kv_heads": 2, "head_dim": D, "bias": True, "rope": True, "rope_base": 100.0, "qk_norm": True,
+    "window": 3, "causal": True, "dropout": 0.1, "softcap": 2.0, "packed": False, "talking_heads": True, "head_communication": True,
+    "sinks": True, "device": "cpu", "dtype": torch.float32,
+}  # fmt: skip
+SELF_WORKS = {
+    "d_model": SIZES, "num_heads": set(), "num_kv_heads": OPTIONAL, "head_dim": OPTIONAL, "window": OPTIONAL | {"int"},
+    "dropout": {"bool"}, "softcap": {"int", "float", "bool"}, "rope_base": {"int", "float", "bool"},
+    "device": OPTIONAL, "dtype": OPTIONAL,
+    **dict.fromkeys(("bias", "rope", "qk_norm", "causal", "packed", "talking_heads", "head_communication", "sinks"), FLAGS),
+}  # fmt: skip
+CROSS = {name: SELF[name] for name in inspect.signature(nn.CrossAttention).parameters if name in SELF} | {"context_dim": 7}
+TORCHS = {
+    "embed_dim": E, "num_heads": H, "dropout": 0.1, "bias": True, "add_bias_kv": True, "add_zero_attn": True, "kdim": 3, "vdim": 3,
+    "batch_first": True, "device": "cpu", "dtype": torch.float32,
+}  # fmt: skip
+TORCHS_WORK = {
+    "embed_dim": set(), "kdim": OPTIONAL | SIZES, "vdim": OPTIONAL | SIZES, "dropout": {"bool"}, "device": OPTIONAL, "dtype": OPTIONAL,
+    **dict.fromkeys(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), FLAGS),
+}  # fmt: skip
+CONSTRUCTORS = {
+    "SelfAttention": Case(nn.SelfAttention, SELF, SELF_WORKS),
+    "CrossAttention": Case(nn.CrossAttention, CROSS, {**SELF_WORKS, "head_dim": OPTIONAL | SIZES, "context_dim": OPTIONAL | SIZES}),
+    "MultiheadAttention": Case(nn.MultiheadAttention, TORCHS, TORCHS_WORK),
+    "RotaryEmbedding": Case(nn.RotaryEmbedding, {"head_dim": D, "base": 100.0}, {"base": SELF_WORKS["rope_base"]}),
+}  # fmt: skip
+
+x3 = randn(B, S, E)
+FORWARD_WORKS = {"mask": SCORES_WORK["mask"], "bias": OPTIONAL}
+ones_mask = ones(S, S, dtype=torch.bool).tril(-1)
+FORWARDS = {
+    "SelfAttention()": Case(nn.SelfAttention(E, H), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS),
+    "SelfAttention(rope)()": Case(
+        nn.SelfAttention(E, H, rope=True, qk_norm=True), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS
+    ),
+    "CrossAttention()": Case(
+        nn.CrossAttention(E, H), {"x": x3, "context": randn(B, S, E), "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS
+    ),
+    "MultiheadAttention()": Case(
+        nn.MultiheadAttention(E, H, batch_first=True),
+        {
+            "query": x3, "key": randn(B, S, E), "value": randn(B, S, E), "key_padding_mask": torch.zeros(B, S), "need_weights": True,
+            "attn_mask": randn(S, S), "average_attn_weights": True, "is_causal": False,
+        },
+        {"key_padding_mask": OPTIONAL, "attn_mask": OPTIONAL | {"bool tensor"}, "need_weights": FLAGS, "average_attn_weights": FLAGS, "is_causal": FLAGS},
+    ),
+    "RotaryEmbedding()": Case(
+        nn.RotaryEmbedding(D), {"x": randn(B, H, S, D), "start": 0}, {"start": {"int", "negative"}, "x": {"meta"}}
+    ),
+}  # fmt: skip
+CASES = {**FUNCTIONS, **CONSTRUCTORS, **FORWARDS}
+ARGUMENTS = [(name, argument) for name, case in CASES.items() for argument in case.good]
+
+
+def sentence(error: BaseException, words: set[str]) -> str | None:
+    """What is wrong with a refusal, or None."""
+    text = str(error)
+    first = text.split("\n")[0]
+    if not isinstance(error, (TypeError, ValueError)):
+        return f"{type(error).__name__}: {first}"
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    if "mha_ext" not in place.replace("\\", "/").split("/")[-4:] and "/mha_ext/" not in place:
+        return f"not ours but of {place}: {first}"
+    if "\n" in text or re.search(r"[.!?]\s+[A-Z]", text) or len(text) > 500:
+        return f"not one sentence: {first}"
+    if "accept" not in text and "use " not in text:
+        return f"does not say what is accepted: {text}"
+    if not any(re.search(rf"\b{re.escape(word)}\b", text) for word in words):
+        return f"names none of {words}: {text}"
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|quantize|CSR|beta).*")
+@pytest.mark.parametrize("name, argument", ARGUMENTS)
+def test_wrong_kinds(name, argument):
+    case, faults = CASES[name], []
+    case.call(**case.good)
+    words = {argument, *case.names.get(argument, ())}
+    for kind, value in kinds().items():
+        try:
+            case.call(**{**case.good, argument: value})
+        except Exception as error:  # noqa: BLE001
+            if kind in case.works.get(argument, ()):
+                faults.append(f"{kind}: refused, which should work: {error}")
+            elif fault := sentence(error, words):
+                faults.append(f"{kind}: {fault}")
+        else:
+            if kind not in case.works.get(argument, ()):
+                faults.append(f"{kind}: accepted")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_table_is_complete():
+    """Every public callable, and every argument of it."""
+    public = {name for name in mha_ext.__all__ if callable(getattr(mha_ext, name))} - {"Plan", "SwapReport"}
+    assert public <= set(FUNCTIONS)
+    for name, case in CASES.items():
+        call = case.call.forward if isinstance(case.call, torch.nn.Module) else case.call
+        elsewhere = {"cache", "counts"}  # test_refusals.py
+        assert set(inspect.signature(call).parameters) - elsewhere == set(case.good), name
+
+
+def test_block_tables_of_any_integer_type():
+    out = FUNCTIONS["attention_cached"].call(**CACHED)
+    for given in (CACHED["block_table"].int(), CACHED["block_table"].to(torch.uint8), CACHED["block_table"].tolist()):
+        again = FUNCTIONS["attention_cached"].call(**{**CACHED, "block_table": given})
+        assert all(map(torch.equal, again, out))
+
+
+def test_numbers_of_numpy():
+    q = randn(B, H, S, D)
+    out = mha_ext.attention(q, q, q, scale=0.5)
+    for scale in (numpy.float32(0.5), numpy.float64(0.5)):
+        assert torch.equal(mha_ext.attention(q, q, q, scale=scale), out)
+    assert mha_ext.split_heads(x3, numpy.int64(H)).shape == (B, H, S, D)
