@@ -20,7 +20,11 @@ says will be computed with is of the last form.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import masks
-from .._checks import name_of, text
+from .._checks import given
 from ..functional import attention
 
 OLDEST = "5.6"
@@ -44,6 +48,7 @@ def register(name: str = "mha_ext") -> str:
 
     Every model whose attention goes through transformers' AttentionInterface can then use it, in training and generation,
     with grouped heads, soft-capped scores, position biases, padding, sliding windows, packed sequences and static caches.
+    Others (BLOOM, Falcon, MPT, ...) keep their own attention, with a warning that names the class.
 
     Returns:
         The name.
@@ -52,9 +57,53 @@ def register(name: str = "mha_ext") -> str:
         ImportError: transformers is absent or too old.
     """
     interface, mask_interface = _interfaces()
+    if not isinstance(name, str):
+        raise TypeError(f"name is {given(name)}; accepted: a str, which attn_implementation= then takes.")
     interface.register(name, attention_forward)
     mask_interface.register(name, attention_mask)
+    _own_attention_stays(name)
     return name
+
+
+def _own_attention_stays(name: str) -> None:
+    """Lets models that cannot use the interface, and would look up the name in tables of their own or compute with our masks,
+    take what they take by default, with a warning. transformers itself warns in set_attn_implementation only."""
+    from transformers import PreTrainedModel
+
+    model: Any = PreTrainedModel
+    check = getattr(model, "_check_and_adjust_attn_implementation", None)
+    if check is None or name in getattr(check, "names", ()):
+        return
+
+    @functools.wraps(check)
+    def check_ours(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation == name and not _asks_the_interface(type(self)):
+            warnings.warn(
+                f"{type(self).__name__} does not go through transformers' AttentionInterface, so {name!r} has no effect on it: "
+                "it keeps its own attention.",
+                stacklevel=2,
+            )
+            attn_implementation = None
+        return check(self, attn_implementation, *args, **kwargs)
+
+    check_ours.names = {name, *getattr(check, "names", ())}  # type: ignore[attr-defined]
+    model._check_and_adjust_attn_implementation = check_ours
+
+
+def _asks_the_interface(kind: type) -> bool:
+    """Whether the file of a model's class, or the nearest of its bases that defines attention, mentions the interface. Files
+    that cannot be read are trusted to."""
+    for base in kind.__mro__:
+        module = sys.modules.get(base.__module__)
+        if module is None or base.__module__ in ("transformers.modeling_utils", "torch.nn.modules.module", "builtins"):
+            continue
+        try:
+            source = inspect.getsource(module)
+        except (OSError, TypeError):
+            continue
+        if re.search(r"^class \w*Attention\w*\((torch\.)?nn\.Module\):", source, re.MULTILINE):
+            return "ALL_ATTENTION_FUNCTIONS" in source or "AttentionInterface" in source
+    return True
 
 
 def _interfaces() -> Any:
@@ -140,22 +189,22 @@ def attention_forward(
     return out.transpose(1, 2), weights
 
 
-def _mask_and_bias(given: Tensor | None, query: Tensor, Sk: int, is_causal: bool) -> Any:
-    if given is None:
+def _mask_and_bias(mask: Tensor | None, query: Tensor, Sk: int, is_causal: bool) -> Any:
+    if mask is None:
         # Top-left also with more keys than queries: those of a static cache that are not written yet.
         return (masks.Causal("top_left") if is_causal and query.shape[2] > 1 else None), None
-    if given.dtype == torch.int64 and given.dim() == 4 and given.shape[3] in (2, 3) and Sk > SMALL:
-        rows = given[:, 0, : query.shape[2]]
-        mask: masks.Mask = masks.Intervals(rows[..., 0], rows[..., 1])
-        if given.shape[3] == 3:
-            mask = mask & masks.Dense(given[:, :, None, :Sk, 2] != 0)
-        return mask, None
-    if given.dtype == torch.bool:
-        return masks.Dense(given), None
-    if given.dtype.is_floating_point:
-        return None, given
+    if mask.dtype == torch.int64 and mask.dim() == 4 and mask.shape[3] in (2, 3) and Sk > SMALL:
+        rows = mask[:, 0, : query.shape[2]]
+        seen: masks.Mask = masks.Intervals(rows[..., 0], rows[..., 1])
+        if mask.shape[3] == 3:
+            seen = seen & masks.Dense(mask[:, :, None, :Sk, 2] != 0)
+        return seen, None
+    if mask.dtype == torch.bool:
+        return masks.Dense(mask), None
+    if mask.dtype.is_floating_point:
+        return None, mask
     raise TypeError(
-        f"attention_mask is a {name_of(given.dtype)} tensor of shape {text(given.shape)}; accepted: a padding mask [B,Sk], "
+        f"attention_mask is {given(mask)}; accepted: a padding mask [B,Sk], "
         "or four dimensions that broadcast to [B,H,Sq,Sk], bool (True = attend) or floating-point (added to the scores)."
     )
 
