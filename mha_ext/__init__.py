@@ -16,10 +16,16 @@ from .functional import (
     split_heads,
 )
 from .merge import merge_partials
+from .nn._torchs_ways import not_scriptable
 from .packed import attention_qkvpacked
 from .sdpa import scaled_dot_product_attention
 from .swap import SwapReport, swap_attention
 from .varlen import attention_varlen
+
+not_scriptable(
+    attention, attention_cached, attention_qkvpacked, attention_varlen, dropout_mask, masked_softmax, merge_heads, merge_partials,
+    scaled_dot_product_attention, split_heads,
+)  # fmt: skip
 
 __version__ = build_info["version"]
 

@@ -248,6 +248,17 @@ def _direct(op: Any) -> Callable[..., Any]:
     return getattr(op, "_op", op)
 
 
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise forward_mode_refusal()
+
+
+def forward_mode_refusal() -> Exception:
+    return NotImplementedError(
+        "forward-mode differentiation (jvp, jacfwd, make_dual) was asked of a function of mha_ext; accepted: reverse mode "
+        "(backward, vjp, jacrev): use the functions of mha_ext.reference for forward mode."
+    )
+
+
 def _callable(
     name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]], vmap: _vmap.Rule
 ) -> Callable[..., Any]:
@@ -271,7 +282,7 @@ def _callable(
         if torch.compiler.is_compiling():
             return op(*args)
         if transforms_active() or forward_ad._current_level >= 0:
-            return function.apply(*args)  # forward-mode differentiation is refused there, not ignored
+            return function.apply(*args)  # refuses forward-mode differentiation
         if torch.is_grad_enabled():
             for i in tensors:
                 if args[i] is not None and args[i].requires_grad:
@@ -280,7 +291,9 @@ def _callable(
 
     mapped = functools.partial(vmap, call, [a.name for a in op._schema.arguments])
     torch.library.register_vmap(op.name(), mapped, lib=library)
-    methods: dict[str, Any] = {"forward": without_autograd, "setup_context": setup, "backward": backward, "vmap": mapped}
+    methods: dict[str, Any] = {
+        "forward": without_autograd, "setup_context": setup, "backward": backward, "vmap": mapped, "jvp": _refuse_forward_mode
+    }  # fmt: skip
     function: Any = type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C part's, without the checks
     return call

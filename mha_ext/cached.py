@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _checks, _ops, biases, masks
 from .functional import LOG_PLANS, dtensor_rules, log_plan, score_arguments
@@ -86,6 +87,8 @@ def attention_cached(
             "attention_cached was given a tensor that requires grad; accepted: calls under torch.no_grad() or "
             "torch.inference_mode(): attention has gradients."
         )
+    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise _ops.forward_mode_refusal()
     _check(q, k, v, block_table)
     page_size, Sk = (0, k.shape[2]) if block_table is None else (k.shape[2], block_table.shape[1] * k.shape[2])
     (B, H, Sq), device = q.shape[:3], q.device

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ._checks import name_of
 from .nn import MultiheadAttention
-from .nn._torchs_ways import be_a_leaf, call_forward_always
+from .nn._torchs_ways import NotScriptable, be_a_leaf, call_forward_always
 from .sdpa import scaled_dot_product_attention
 
 
-class PackedAttention(torch.nn.Module):
+class PackedAttention(NotScriptable, torch.nn.Module):
     """Self-attention of vision transformers with one packed projection, in the shape of timm's ``Attention``.
 
     swap_attention makes modules into this; it is not built by itself. Submodules: qkv, proj, and where there are such

@@ -239,3 +239,30 @@ def test_numbers_of_numpy():
     for scale in (numpy.float32(0.5), numpy.float64(0.5)):
         assert torch.equal(mha_ext.attention(q, q, q, scale=scale), out)
     assert mha_ext.split_heads(x3, numpy.int64(H)).shape == (B, H, S, D)
+
+
+SCRIPTS = [
+    mha_ext.attention, mha_ext.attention_varlen, mha_ext.scaled_dot_product_attention, mha_ext.split_heads, nn.SelfAttention(E, H),
+    nn.CrossAttention(E, H), nn.MultiheadAttention(E, H), nn.RotaryEmbedding(D), torch.nn.Sequential(nn.RotaryEmbedding(D)),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("thing", SCRIPTS, ids=lambda thing: getattr(thing, "__name__", type(thing).__name__))
+def test_torch_jit_script(thing):
+    with pytest.raises(TypeError, match=r"was given to torch.jit.script; accepted: torch.compile or torch.export") as error:
+        torch.jit.script(thing)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["attention", "masked_softmax", "merge_heads", "attention_cached", "attention_qkvpacked"])
+def test_forward_mode(name):
+    q = randn(B, H, S, D)
+    call = {
+        "attention_cached": lambda x: mha_ext.attention_cached(q, x, q), "attention": lambda x: mha_ext.attention(q, q, x, sinks=x[0, :, 0, 0]),
+        "attention_qkvpacked": lambda x: mha_ext.attention_qkvpacked(x.expand(B, H, S, D).transpose(1, 2).repeat(1, 1, 3, 1), H),
+    }.get(name, getattr(mha_ext, name))  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"^forward-mode differentiation \(jvp, .*; accepted: reverse mode"):
+        torch.func.jvp(call, (q,), (q,))
+    call(q)
+    assert torch.func.jvp(lambda x: mha_ext.reference.attention(x, x, x), (q,), (q,))[1].abs().max() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,3 +22,27 @@ def call_forward_always(module: torch.nn.Module) -> Any:
 
 def _wait_for_the_call(module: torch.nn.Module, inputs: Any) -> None:
     pass
+
+
+class NotScriptable:
+    """torch.jit.script asks objects to prepare themselves, modules within modules too."""
+
+    def __prepare_scriptable__(self) -> Any:
+        raise _script_refusal(type(self).__name__)
+
+
+def not_scriptable(*functions: Callable[..., Any]) -> None:
+    """The same for functions."""
+    for function in functions:
+
+        def refuse(name: str = function.__name__) -> Any:
+            raise _script_refusal(name)
+
+        function.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
+
+
+def _script_refusal(name: str) -> Exception:
+    return TypeError(
+        f"{name} was given to torch.jit.script; accepted: torch.compile or torch.export: TorchScript cannot read the "
+        "functions of mha_ext."
+    )

@@ -12,10 +12,10 @@ from .. import _checks, masks, nested
 from .._checks import same, text
 from ..functional import attention
 from . import _inputs
-from ._torchs_ways import be_a_leaf, call_forward_always
+from ._torchs_ways import NotScriptable, be_a_leaf, call_forward_always
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention):
+class MultiheadAttention(NotScriptable, torch.nn.MultiheadAttention):
     """A drop-in for torch.nn.MultiheadAttention (Vaswani et al., "Attention is all you need", 2017).
 
     Arguments, parameters, their initial values, state_dict, shapes and mask polarity (True = masked out) are torch's,

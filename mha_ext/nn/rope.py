@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .. import _checks
 from . import _inputs
-from ._torchs_ways import be_a_leaf
+from ._torchs_ways import NotScriptable, be_a_leaf
 
 
-class RotaryEmbedding(torch.nn.Module):
+class RotaryEmbedding(NotScriptable, torch.nn.Module):
     """Rotates queries or keys by angles by position: scores then depend on distances.
 
     Half-split convention: feature d turns with feature d + head_dim / 2, by position * base**(-2 d / head_dim).

@@ -13,12 +13,12 @@ from .. import masks as m
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
 from . import _inputs
-from ._torchs_ways import be_a_leaf
+from ._torchs_ways import NotScriptable, be_a_leaf
 from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
 
-class _Attention(nn.Module):
+class _Attention(NotScriptable, nn.Module):
     """What SelfAttention and CrossAttention share: the head counts, the score options and the output projection."""
 
     pre_mix: nn.Parameter | None
