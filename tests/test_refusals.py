@@ -253,7 +253,7 @@ def test_rng_state(state):
 def test_numbers():
     for x in (torch.tensor(0.5), torch.tensor([0.5])):
         for name in ("scale", "softcap", "dropout_p"):
-            refusal(lambda name=name, x=x: mha_ext.attention(q, k, v, **{name: x}), name, "Tensor", "item", kind=TypeError)
+            refusal(lambda name=name, x=x: mha_ext.attention(q, k, v, **{name: x}), name, "tensor", "item", kind=TypeError)
     refusal(lambda: masks.Window(torch.tensor(3), 0), "left is", "int", kind=ValueError)
     refusal(lambda: masks.Window(True, 0), "True", kind=ValueError)
     refusal(lambda: masks.Strided(2.0), "2.0", kind=ValueError)
