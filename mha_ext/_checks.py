@@ -191,6 +191,7 @@ def elsewhere(function: Callable[..., Any], names: Sequence[str], arguments: dic
     """What function(**arguments) gives where not all of the named arguments are tensors: an object that stands in for a
     tensor, such as torch.fx's proxies, takes the call, or it is refused."""
     tensors = [arguments[name] for name in names]
+    arguments.pop("foreign", None)  # which is empty
     if torch.overrides.has_torch_function(tensors) and not any(isinstance(x, type) for x in tensors):
         return torch.overrides.handle_torch_function(function, tensors, **arguments)
     raise not_tensors(names, *tensors)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _checks, _ops, biases, masks
+from . import _checks, _foreign, _ops, biases, masks
 from .functional import LOG_PLANS, dtensor_rules, log_plan, score_arguments
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def attention_cached(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """mha_ext.attention for inference, with keys and values read where and as a cache holds them.
 
@@ -75,6 +76,8 @@ def attention_cached(
         ValueError, TypeError: arguments that do not fit, or that require grad. RuntimeError: on the CPU, an entry of
             block_table for visible keys that is no page. (On a GPU, such keys count as NaN.)
     """
+    if foreign:
+        raise _foreign.refusal(attention_cached, foreign)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention_cached, "qkv", locals())
     if return_lse is not False:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _mixed, _ops, biases, masks, nested
+from . import _checks, _foreign, _mixed, _ops, biases, masks, nested
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,6 +76,7 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(softcap(scale * q k^T) + bias, masked) v, without storing anything of size Sq x Sk.
 
@@ -115,6 +116,8 @@ def attention(
     Raises:
         ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
+    if foreign:
+        raise _foreign.refusal(attention, foreign)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention, "qkv", locals())
     if return_lse is not False or return_weights is not False:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _packed, biases, masks
+from . import _checks, _foreign, _ops, _packed, biases, masks
 from .functional import LOG_PLANS, _autocast, _rng_state, attention, attention_arguments, log_plan
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def attention_qkvpacked(
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Self-attention of queries, keys and values that lie side by side in one tensor, as one linear layer makes them.
 
@@ -84,6 +85,8 @@ def attention_qkvpacked(
     Raises:
         ValueError, TypeError: what does not fit, in one sentence with the fix.
     """
+    if foreign:
+        raise _foreign.refusal(attention_qkvpacked, foreign)
     if not isinstance(qkv, Tensor):
         return _checks.elsewhere(attention_qkvpacked, ("qkv",), locals())
     if return_lse is not False or return_weights is not False:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, biases, masks, nested
+from . import _checks, _foreign, _ops, biases, masks, nested
 from .functional import (
     LOG_PLANS,
     _autocast,
@@ -66,6 +66,7 @@ def attention_varlen(
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention within each of N sequences that lie one after the other, without padding.
 
@@ -94,6 +95,8 @@ def attention_varlen(
         ValueError, TypeError: what does not fit, in one sentence with the fix; on the CPU that includes the values of
             cu_seqlens (RuntimeError in compiled code).
     """
+    if foreign:
+        raise _foreign.refusal(attention_varlen, foreign)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return _checks.elsewhere(attention_varlen, "qkv", locals())
     if return_lse is not False:

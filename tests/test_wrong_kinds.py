@@ -222,7 +222,7 @@ def test_the_table_is_complete():
     assert public <= set(FUNCTIONS)
     for name, case in CASES.items():
         call = case.call.forward if isinstance(case.call, torch.nn.Module) else case.call
-        elsewhere = {"cache", "counts"}  # test_refusals.py
+        elsewhere = {"cache", "counts", "foreign"}  # test_refusals.py; below
         assert set(inspect.signature(call).parameters) - elsewhere == set(case.good), name
 
 
@@ -266,3 +266,36 @@ def test_forward_mode(name):
         torch.func.jvp(call, (q,), (q,))
     call(q)
     assert torch.func.jvp(lambda x: mha_ext.reference.attention(x, x, x), (q,), (q,))[1].abs().max() > 0
+
+
+q4, x_of = randn(B, H, S, D), nn.SelfAttention(E, H)
+FOREIGN = [
+    (lambda **o: mha_ext.attention(q4, q4, q4, **o), mha_ext._foreign.FUNCTIONS, "attention"),
+    (lambda **o: mha_ext.attention_varlen(*packed.values(), starts, starts, **o), mha_ext._foreign.FUNCTIONS, "attention_varlen"),
+    (lambda **o: mha_ext.attention_qkvpacked(q4, 2, **o), mha_ext._foreign.FUNCTIONS, "attention_qkvpacked"),
+    (lambda **o: mha_ext.attention_cached(q4, q4, q4, **o), mha_ext._foreign.FUNCTIONS, "attention_cached"),
+    (lambda **o: nn.SelfAttention(E, H, **o), mha_ext._foreign.MODULES, "SelfAttention"),
+    (lambda **o: nn.CrossAttention(E, H, **o), mha_ext._foreign.MODULES, "CrossAttention"),
+    (lambda **o: x_of(x3, **o), mha_ext._foreign.MODULES, "SelfAttention"),
+]
+
+
+@pytest.mark.parametrize("call, names, called", FOREIGN, ids=[called for *_, called in FOREIGN])
+def test_names_of_other_libraries(call, names, called):
+    for name, fix in names.items():
+        with pytest.raises(TypeError) as error:
+            call(**{name: None})
+        assert str(error.value) == f"{called} has no argument {name}; use {fix}."
+    with pytest.raises(TypeError, match=rf"^{called} has no argument colour; accepted: .*mask|bias"):
+        call(colour=1)
+
+
+def test_the_fixes_give_what_the_names_mean():
+    q, slopes = randn(B, H, S, D), torch.rand(H)
+    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, mha_ext.attention
+    torch.testing.assert_close(ours(q, q, q, mask=masks.Causal("top_left")), sdpa(q, q, q, is_causal=True))
+    hidden = torch.arange(S) >= torch.tensor([[S], [2]])
+    torch.testing.assert_close(ours(q, q, q, mask=~hidden[:, None, None, :]), sdpa(q, q, q, ~hidden[:, None, None, :]))
+    seen = masks.Window(3 - 1, 0).to_dense(1, 1, S, S)[0, 0]
+    assert seen.sum(-1).tolist() == [1, 2, 3, 3, 3]  # sliding_window=3
+    assert ours(q, q, q, bias=mha_ext.biases.ALiBi(slopes)).shape == q.shape

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _checks, nested
+from .. import _checks, _foreign, nested
 from .. import masks as m
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
@@ -201,7 +201,10 @@ class SelfAttention(_Attention):
         sinks: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **foreign: Any,
     ) -> None:
+        if foreign:
+            raise _foreign.refusal(SelfAttention.__init__, foreign, of_module=True)
         factory = _inputs.factory(device, dtype)
         _checks.flags(
             rope=rope, packed=packed, talking_heads=talking_heads, head_communication=head_communication, sinks=sinks
@@ -233,6 +236,7 @@ class SelfAttention(_Attention):
         bias: Tensor | None = None,
         cache: KVCache | None = None,
         counts: Tensor | None = None,
+        **foreign: Any,
     ) -> Tensor:
         """x [B,S,d_model] -> [B,S,d_model]; or nested (layout torch.jagged), without rope and cache.
 
@@ -246,6 +250,8 @@ class SelfAttention(_Attention):
         Raises:
             ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
         """
+        if foreign:
+            raise _foreign.refusal(SelfAttention.forward, foreign, of_module=True)
         _inputs.sequences(x, "x", self.d_model, self.q_proj if self.qkv_proj is None else self.qkv_proj)
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {_checks.given(cache)}; accepted: what make_cache() gives, or None.")
@@ -377,7 +383,10 @@ class CrossAttention(_Attention):
         packed: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **foreign: Any,
     ) -> None:
+        if foreign:
+            raise _foreign.refusal(CrossAttention.__init__, foreign, of_module=True)
         factory = _inputs.factory(device, dtype)
         _checks.flags(packed=packed)
         if context_dim is not None:
