@@ -76,9 +76,10 @@ class ALiBi(Bias):
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper, float32 [num_heads]: 2^(-8/n), 2^(-16/n), ... for n heads, a power of two; for other
     numbers, those of the next lower power of two and then every second one of the next higher. device: as for torch.tensor."""
+    num_heads, where = _checks.size("num_heads", num_heads, 0), None if device is None else _checks.device(device)
     n = 2 ** math.floor(math.log2(num_heads)) if num_heads > 0 else 0
     exponents = [-8 * (h + 1) / n for h in range(n)] + [-4 * (2 * h + 1) / n for h in range(num_heads - n)]
-    return torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device=device)
+    return torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device=where)
 
 
 class T5Relative(Bias):
@@ -97,6 +98,8 @@ class T5Relative(Bias):
 
     def __init__(self, table: Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True):
         self.table = _floating(table, "T5Relative", "table", "[num_buckets,H]", 2)
+        num_buckets, max_distance = _checks.size("num_buckets", num_buckets), _checks.size("max_distance", max_distance)
+        _checks.flags(bidirectional=bidirectional)
         each_side = num_buckets // 2 if bidirectional else num_buckets
         if table.shape[0] != num_buckets or each_side < 2 or max_distance <= each_side // 2:
             raise ValueError(

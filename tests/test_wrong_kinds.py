@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mha_ext
-from mha_ext import masks, nn
+from mha_ext import biases, masks, nn
 
 B, H, S, D = 2, 4, 5, 8
 E = H * D
@@ -174,7 +174,29 @@ FORWARDS = {
         nn.RotaryEmbedding(D), {"x": randn(B, H, S, D), "start": 0}, {"start": {"int", "negative"}, "x": {"meta"}}
     ),
 }  # fmt: skip
-CASES = {**FUNCTIONS, **CONSTRUCTORS, **FORWARDS}
+MASKS = {
+    "Causal": Case(masks.Causal, {"align": "top_left"}),
+    "Window": Case(masks.Window, {"left": 1, "right": 1}, dict.fromkeys(("left", "right"), OPTIONAL | {"int"})),
+    "Padding": Case(masks.Padding, {"key_lengths": torch.tensor([3, 4])}, {"key_lengths": {"tuple"}}, {"key_lengths": {"Padding"}}),
+    "Dense": Case(masks.Dense, {"tensor": ones(S, S, dtype=torch.bool)}, {"tensor": {"bool tensor"}}, {"tensor": {"mask"}}),
+    "Documents": Case(masks.Documents, {"ids": ones(B, S)}, {"ids": {"int tensor"}}, {"ids": {"Documents"}}),
+    "Intervals": Case(
+        masks.Intervals, {"begin": ones(B, S), "end": ones(B, S)}, dict.fromkeys(("begin", "end"), {"int tensor"}),
+        dict.fromkeys(("begin", "end"), {"Intervals"}),
+    ),
+    "BlockSparse": Case(
+        masks.BlockSparse, {"blocks": ones(1, 1, dtype=torch.bool), "block_size": 8}, {"blocks": {"bool tensor"}, "block_size": SIZES},
+    ),
+    "Strided": Case(masks.Strided, {"stride": 2, "local": 1, "block_size": 2}, dict.fromkeys(("stride", "local", "block_size"), SIZES)),
+    "Dilated": Case(masks.Dilated, {"window": 2, "dilation": 1, "block_size": 2}, dict.fromkeys(("window", "dilation", "block_size"), SIZES)),
+    "ALiBi": Case(biases.ALiBi, {"slopes": randn(H)}),
+    "alibi_slopes": Case(biases.alibi_slopes, {"num_heads": H, "device": "cpu"}, {"num_heads": SIZES, "device": OPTIONAL}),
+    "T5Relative": Case(
+        biases.T5Relative, {"table": randn(32, H), "num_buckets": 32, "max_distance": 128, "bidirectional": True},
+        {"bidirectional": FLAGS},
+    ),
+}  # fmt: skip
+CASES = {**FUNCTIONS, **CONSTRUCTORS, **FORWARDS, **MASKS}
 ARGUMENTS = [(name, argument) for name, case in CASES.items() for argument in case.good]
 
 
@@ -298,4 +320,4 @@ def test_the_fixes_give_what_the_names_mean():
     torch.testing.assert_close(ours(q, q, q, mask=~hidden[:, None, None, :]), sdpa(q, q, q, ~hidden[:, None, None, :]))
     seen = masks.Window(3 - 1, 0).to_dense(1, 1, S, S)[0, 0]
     assert seen.sum(-1).tolist() == [1, 2, 3, 3, 3]  # sliding_window=3
-    assert ours(q, q, q, bias=mha_ext.biases.ALiBi(slopes)).shape == q.shape
+    assert ours(q, q, q, bias=biases.ALiBi(slopes)).shape == q.shape

@@ -113,7 +113,7 @@ class Dilated(_BlockPattern):
     def __init__(self, window: int, dilation: int, block_size: int = 64):
         blocks = _checks.whole(window)
         if blocks is None or blocks < 0:
-            raise ValueError(f"window is {window!r}; accepted: an int >= 0.")
+            raise ValueError(f"window is {_checks.given(window)}; accepted: an int >= 0.")
         self.window, self.dilation = blocks, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
 
@@ -129,5 +129,5 @@ class Dilated(_BlockPattern):
 def _positive(name: str, x: int) -> int:
     n = _checks.whole(x)
     if n is None or n < 1:
-        raise ValueError(f"{name} is {x!r}; accepted: a positive int.")
+        raise ValueError(f"{name} is {_checks.given(x)}; accepted: a positive int.")
     return n

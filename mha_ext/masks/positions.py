@@ -13,8 +13,8 @@ class Causal(Mask):
     """Query i sees key j only if j <= i + o. ``align`` is "bottom_right" (o = Sk - Sq) or "top_left" (o = 0)."""
 
     def __init__(self, align: str = "bottom_right"):
-        if align not in ("bottom_right", "top_left"):
-            raise ValueError(f'align is {align!r}; Causal accepts "bottom_right" or "top_left".')
+        if not isinstance(align, str) or align not in ("bottom_right", "top_left"):
+            raise ValueError(f'align is {_checks.given(align)}; Causal accepts "bottom_right" or "top_left".')
         self.align = align
 
     def lower(
@@ -46,7 +46,7 @@ def _limit(name: str, given: int | None) -> int | None:
         return None
     limit = _checks.whole(given)
     if limit is None or limit < 0:
-        raise ValueError(f"{name} is {given!r}; Window accepts an int >= 0, or None for no limit.")
+        raise ValueError(f"{name} is {_checks.given(given)}; Window accepts an int >= 0, or None for no limit.")
     # Beyond any length a limit is none; sys.maxsize, say, would overflow where it is added to a position.
     return None if _checks.known(limit >= 2**40) else limit
 
