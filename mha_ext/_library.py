@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import accumulate_dtype, dense
+from ._checks import accumulate_dtype, dense, given
 
 try:
     from . import _C
@@ -90,10 +90,9 @@ def dropout_part(*, batch: int = 0, head: int = 0, query: int = 0, key: int = 0)
         ValueError: numbers below 0, or a key that is no multiple of 4.
     """
     place = batch, head, query, key
-    if any(not isinstance(x, int) or x < 0 for x in place) or key % 4:
+    if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in place) or key % 4:
         raise ValueError(
-            f"batch, head, query, key are {batch!r}, {head!r}, {query!r}, {key!r}; accepted: numbers from 0, key a multiple "
-            "of 4."
+            f"batch, head, query, key are {', '.join(map(given, place))}; accepted: numbers from 0, key a multiple of 4."
         )
     before = _place.set(place)
     try:

@@ -90,7 +90,15 @@ CACHED = {
     "v_scale": torch.ones(1, H), **SCORES, "bias": randn(S, 8), "return_lse": True,
 }  # fmt: skip
 
+
+
+def part(*, batch, head, query, key):
+    with mha_ext.dropout_part(batch=batch, head=head, query=query, key=key):
+        pass
+
+
 FUNCTIONS = {
+    "dropout_part": Case(part, {"batch": 1, "head": 1, "query": 1, "key": 4}, dict.fromkeys(("batch", "head", "query"), SIZES)),
     "attention": Case(mha_ext.attention, {**tensors(), **ATTENTION}, ATTENTION_WORKS),
     "explain": Case(mha_ext.explain, {**tensors(), **ATTENTION}, ATTENTION_WORKS),
     "scaled_dot_product_attention": Case(
