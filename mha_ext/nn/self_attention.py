@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ class SelfAttention(_Attention):
         sinks: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **foreign: Any,
+        **foreign: NoReturn,  # nothing, to type checkers
     ) -> None:
         if foreign:
             raise _foreign.refusal(SelfAttention.__init__, foreign, of_module=True)
@@ -236,7 +236,7 @@ class SelfAttention(_Attention):
         bias: Tensor | None = None,
         cache: KVCache | None = None,
         counts: Tensor | None = None,
-        **foreign: Any,
+        **foreign: NoReturn,  # nothing, to type checkers
     ) -> Tensor:
         """x [B,S,d_model] -> [B,S,d_model]; or nested (layout torch.jagged), without rope and cache.
 
@@ -383,7 +383,7 @@ class CrossAttention(_Attention):
         packed: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **foreign: Any,
+        **foreign: NoReturn,  # nothing, to type checkers
     ) -> None:
         if foreign:
             raise _foreign.refusal(CrossAttention.__init__, foreign, of_module=True)
