@@ -46,14 +46,17 @@ class Container:
 
     def _map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same with function of each tensor."""
-        parts, constants = self._parts()
+        parts = self._parts_alone()
         mapped = [x._map(function) if isinstance(x, Container) else function(x) for x in parts]
-        return self if all(a is b for a, b in zip(mapped, parts)) else self._of_parts(mapped, constants)
+        return self if all(a is b for a, b in zip(mapped, parts)) else self._of_parts(mapped, self._parts()[1])
+
+    def _parts_alone(self) -> list[Any]:
+        return [getattr(self, name) for name in self.tensors]
 
     def _parts(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
         """(tensors, or what stands for them; the rest)"""
         constants = tuple((name, value) for name, value in vars(self).items() if name not in self.tensors)
-        return [getattr(self, name) for name in self.tensors], constants
+        return self._parts_alone(), constants
 
     def _named_parts(self) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
         parts, constants = self._parts()
@@ -72,6 +75,9 @@ class Sequence(Container):
     """A container of containers, which are in its attribute ``parts``."""
 
     parts: tuple[Any, ...]
+
+    def _parts_alone(self) -> list[Any]:
+        return list(self.parts)
 
     def _parts(self) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
         return list(self.parts), ()

@@ -6,24 +6,54 @@ The distance of key j from query i is j - (i + o), with o = Sk - Sq: negative fo
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks
-from ._pytrees import Container, Self
+from ._pytrees import Container, Self, Sequence
 
 
 class Bias(Container):
-    """Base of the biases. Subclasses say what a distance adds, and name the attributes that hold tensors in ``tensors``."""
+    """Base of the biases, and of your own: name the attributes that hold parameters in ``tensors``, heads in the first
+    dimension of the first one (or define _heads()), and say in of_distance what a distance adds. Gradients, any masks, torch.compile
+    and caches come with it.
+
+        class Gaussian(biases.Bias):  # -(distance / width)^2, a width per head
+            tensors = ("width",)
+
+            def __init__(self, width):
+                self.width = width
+
+            def of_distance(self, distance):
+                return -((distance / self.width[:, None]) ** 2)
+
+    Biases of the distance add up: ``ALiBi(slopes) + T5Relative(table)``.
+    """
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """int64 [n] -> [H,n], what is added to the scores of each head at these distances, in the parameters' type."""
-        raise NotImplementedError
+        """int64 [n] -> [H,n], what is added to the scores of each head at these distances; parameters are float32 or wider."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no of_distance(distance); a bias defines it: int64 [n] -> floating-point [H,n]."
+        )
+
+    def __add__(self, other: Bias) -> Bias:
+        if not isinstance(other, Bias):
+            given = f"a tensor of shape {_checks.text(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
+            raise TypeError(
+                f"{type(self).__name__} was added to {given}; accepted: another bias of the distance: for one tensor of both, "
+                "add bias.to_dense(Sq, Sk)."
+            )
+        return Sum(self, other)
+
+    def __radd__(self, other: Any) -> Bias:
+        return self + other
 
     def _heads(self) -> int:
-        raise NotImplementedError
+        return self._parameter().shape[0]
 
     def lower(self, H: int, Sq: int, Sk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[1,H,Sq+Sk-1] in dtype: of the distances from 1 - Sk to Sq - 1, as the ops take it."""
@@ -46,7 +76,9 @@ class Bias(Container):
         return self._in(torch.float32).of_distance(distance.flatten()).unflatten(1, distance.shape)
 
     def _parameter(self) -> Tensor:
-        raise NotImplementedError
+        if not self.tensors:
+            raise NotImplementedError(f"{type(self).__name__} names no tensors; a bias does: tensors = (\"name\",).")
+        return getattr(self, self.tensors[0])  # type: ignore[no-any-return]
 
 
 class ALiBi(Bias):
@@ -62,12 +94,6 @@ class ALiBi(Bias):
 
     def of_distance(self, distance: Tensor) -> Tensor:
         return -self.slopes[:, None] * distance.abs()
-
-    def _heads(self) -> int:
-        return self.slopes.shape[0]
-
-    def _parameter(self) -> Tensor:
-        return self.slopes
 
     def __repr__(self) -> str:
         return f"ALiBi({_checks.text(self.slopes.shape)})"
@@ -131,11 +157,60 @@ class T5Relative(Bias):
     def _heads(self) -> int:
         return self.table.shape[1]
 
-    def _parameter(self) -> Tensor:
-        return self.table
-
     def __repr__(self) -> str:
         return f"T5Relative({_checks.text(self.table.shape)}, {self.max_distance}, {self.bidirectional})"
+
+
+class ClippedRelative(Bias):
+    """table[h, clip(distance, -m, m) + m] with m = (n - 1) / 2: a learned number per head and distance, all distances beyond m
+    sharing the last (Shaw et al., "Self-attention with relative position representations", 2018; here a number is added to the
+    score where they add a vector to the key).
+
+    table: floating-point [H,n], n odd, from the distance -m (keys before the query) to m; may require grad.
+    """
+
+    tensors = ("table",)
+
+    def __init__(self, table: Tensor):
+        self.table = _floating(table, "ClippedRelative", "table", "[H,n]", 2)
+        if table.shape[1] % 2 == 0:
+            raise ValueError(
+                f"ClippedRelative was given a table of shape {_checks.text(table.shape)}; it accepts [H,n] with an odd n, the "
+                "distances from -(n - 1) / 2 to (n - 1) / 2."
+            )
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        m = self.table.shape[1] // 2
+        return self.table.index_select(1, distance.clamp(-m, m) + m)
+
+    def __repr__(self) -> str:
+        return f"ClippedRelative({_checks.text(self.table.shape)})"
+
+
+class Sum(Sequence, Bias):
+    """Several biases of the distance at once; written ``a + b``."""
+
+    parts: tuple[Bias, ...]
+
+    def __init__(self, *parts: Bias):
+        self.parts = tuple(p for part in parts for p in (part.parts if isinstance(part, Sum) else (part,)))
+        heads = [part._heads() for part in self.parts]
+        if len(set(heads)) > 1:
+            raise ValueError(f"biases for {', '.join(map(str, heads))} heads were added; accepted: for one number of heads.")
+        for part in self.parts:
+            _checks.same_device(part._parameter(), type(part).__name__, self._parameter().device)
+
+    def of_distance(self, distance: Tensor) -> Tensor:
+        return functools.reduce(torch.add, (part.of_distance(distance) for part in self.parts))
+
+    def _heads(self) -> int:
+        return self.parts[0]._heads()
+
+    def _parameter(self) -> Tensor:
+        return self.parts[0]._parameter()
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.parts))
 
 
 def _floating(x: Tensor, owner: str, name: str, shape: str, dim: int) -> Tensor:

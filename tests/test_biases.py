@@ -61,6 +61,36 @@ def test_to_dense_is_the_definition(kind, Sq, Sk):
     assert torch.equal(bias.to_dense(Sq, Sk)[None], cases.relative_bias(bias, parameter, Sq, Sk))
 
 
+@pytest.mark.parametrize("Sq,Sk", [(1, 1), (3, 7), (7, 3), (1, 20)])
+def test_clipped_sums_and_biases_of_ones_own_are_their_definitions(Sq, Sk):
+    table, slopes, width = torch.randn(2, 5).requires_grad_(), torch.rand(2).requires_grad_(), torch.rand(2).requires_grad_()
+
+    class Gaussian(biases.Bias):
+        tensors = ("width",)
+
+        def __init__(self, width):
+            self.width = width
+
+        def of_distance(self, distance):
+            return -((distance / self.width[:, None]) ** 2)
+
+    distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - (Sk - Sq)
+    clipped = torch.stack([row[distance.clamp(-2, 2) + 2] for row in table])
+    own = -((distance / width[:, None, None]) ** 2)
+    alibi = -slopes[:, None, None] * distance.abs()
+    q, k = torch.randn(3, 2, Sq, 8), torch.randn(3, 2, Sk, 8)
+    for bias, dense, parameters in (
+        (biases.ClippedRelative(table), clipped, [table]),
+        (Gaussian(width), own, [width]),
+        (biases.ClippedRelative(table) + biases.ALiBi(slopes) + Gaussian(width), clipped + alibi + own, [table, slopes, width]),
+    ):
+        torch.testing.assert_close(bias.to_dense(Sq, Sk), dense)
+        got, expected = (mha_ext.attention(q, k, k, bias=x, mask=masks.Causal()) for x in (bias, dense[None]))
+        torch.testing.assert_close(got, expected)
+        for a, b in zip(*(torch.autograd.grad(x.square().sum(), parameters, retain_graph=True) for x in (got, expected))):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("kind", cases.RELATIVE)
 def test_equals_the_dense_bias_to_the_bit(kind, dtype):
@@ -333,6 +363,14 @@ REFUSED = {
     "buckets": (lambda: biases.T5Relative(torch.ones(16, 4)), ValueError, "[16,4]", "num_buckets 32"),
     "few buckets": (lambda: biases.T5Relative(torch.ones(2, 4), 2), ValueError, "at least 4"),
     "max_distance": (lambda: biases.T5Relative(torch.ones(32, 4), 32, 8), ValueError, "max_distance 8", "exceeds the 8"),
+    "even table": (lambda: biases.ClippedRelative(torch.ones(4, 6)), ValueError, "[4,6]", "odd n"),
+    "1-d clipped": (lambda: biases.ClippedRelative(torch.ones(5)), TypeError, "[5]", "[H,n]"),
+    "sum with a tensor": (lambda: biases.ALiBi(torch.ones(4)) + torch.ones(5, 7), TypeError, "[5,7]", "to_dense"),
+    "tensor first": (lambda: torch.ones(5, 7) + biases.ALiBi(torch.ones(4)), TypeError, "[5,7]", "to_dense"),
+    "sum of other heads": (lambda: biases.ALiBi(torch.ones(4)) + biases.ALiBi(torch.ones(2)), ValueError, "4, 2 heads"),
+    "sum's heads": (attend(bias=biases.ALiBi(torch.ones(2)) + biases.ALiBi(torch.ones(2))), ValueError, "Sum is for 2 heads"),
+    "own, unfinished": (attend(bias=type("Own", (biases.Bias,), {"tensors": ("x",), "x": torch.ones(4)})()), NotImplementedError, "Own has no of_distance"),
+    "own, without tensors": (attend(bias=type("Own", (biases.Bias,), {})()), NotImplementedError, "Own names no tensors"),
     "class": (attend(bias=biases.ALiBi), TypeError, "bias is a type"),
     "softmax": (lambda: mha_ext.masked_softmax(torch.ones(1, 1, 2, 2), bias=biases.ALiBi(torch.ones(1))), TypeError, "ALiBi"),
     "sinks' shape": (attend(sinks=torch.ones(2)), ValueError, "[2]", "[H] = [4]"),

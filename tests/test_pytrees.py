@@ -45,6 +45,7 @@ MASKS = list(every_mask())
 BIASES = [
     biases.ALiBi(biases.alibi_slopes(H)),
     biases.T5Relative(randn(12, H), 12, 40, bidirectional=False),
+    biases.ClippedRelative(randn(H, 5)) + biases.ALiBi(biases.alibi_slopes(H)),
 ]
 
 
@@ -115,7 +116,7 @@ def test_an_exported_program_with_a_mask_is_saved_and_serves_every_length():
 def test_as_arguments_of_one_compiled_function(fresh_compiler):
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
     q = randn(B, H, S, D).requires_grad_()
-    for mask, bias in zip(MASKS[-4:], [*BIASES, None, None]):
+    for mask, bias in zip(MASKS[-4:], [*BIASES, None]):
         torch._dynamo.reset()  # each is a program of its own
         got, expected = compiled(q, mask, bias), attend(q, mask, bias)
         assert torch.equal(got, expected), mask

@@ -51,5 +51,5 @@ def refused(q: Tensor, k: Tensor, v: Tensor) -> None:
     mha_ext.attention(q, k, v, 0.5)  # wrong
     mha_ext.attention_varlen(q, k, v, return_weights=True)  # wrong
     mha_ext.attention_cached(q, k, v, dropout_p=0.1)  # wrong
-    masks.Causal() & q  # wrong
+    masks.Causal() & "padding"  # wrong
     nn.SelfAttention(64, heads=4)  # wrong

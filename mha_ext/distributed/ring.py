@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import _checks, _ops, biases, masks
@@ -108,8 +109,7 @@ def ring_attention(
             raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
         lengths = q.shape[2], k.shape[2]
         bias, known_bias = _check_bias(bias, q)
-        learned = bias._parameter() if isinstance(bias, biases.Bias) else bias
-        inputs = [x for x in (q, k, v, learned, sinks) if x is not None]
+        inputs = [x for x in (q, k, v, *pytree.tree_leaves(bias), sinks) if x is not None]
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
         values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, sinks is not None
