@@ -62,7 +62,7 @@ def run(fn, leaves, dtype):
     return outs + [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.variant_test_name or "plain")
 def test_scaled_dot_product_attention(op, dtype):
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_scaled_dot_product_attention(op, dtype):
     errors.check(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("info", MODULES, ids=lambda m: m.name)
 def test_multihead_attention(info, training, dtype):
@@ -119,7 +119,7 @@ def test_multihead_attention(info, training, dtype):
     errors.check(dtype)
 
 
-@pytest.mark.parametrize("what", ["plain", "causal", "top_left", "dropout", "bias", "soft cap", "pre_mix", "weights"])
+@pytest.mark.parametrize("what", ["plain", "causal", "top_left", "negative scale", "dropout", "bias", "soft cap", "pre_mix", "weights"])
 def test_logits_in_the_hundreds(what):
     """The same rule against the eager reference, on blocks of queries and keys of every kind. (With half types it knows more than any
     kernel can: backward has the output as it was rounded.)"""

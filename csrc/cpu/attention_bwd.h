@@ -33,6 +33,7 @@ struct BackwardScratch {
   TileScratch<Unit> tile;
   TileMask<T>* mask;
   Unit* finite;       // rows of one operand of a tile for FiniteRows
+  Unit* few_rows;     // [kFewRows][few_ld], of a head
   T* dq;              // [blocks][D][kMaxRows]
   T *dk, *dv;         // [keys of the chunk][features]
   double* diagonals;  // [Sq + keys of the chunk - 1]: sums of a head's dS by query less key, where the bias is relative
@@ -53,6 +54,7 @@ struct BackwardScratch {
     tile.ds_lanes = arena.take<Unit>(rounded);
     mask = arena.take<TileMask<T>>(1);
     finite = arena.take<Unit>(columns_size<Unit>(std::max(kMaxRows, kMaxKeys), max64(p.D, p.Dv)));
+    few_rows = arena.take<Unit>(kPairs<Unit> ? 0 : kFewRows * few_ld<Unit>(int(p.D)));
     dq = arena.take<T>(n * kMaxRows * p.D);
     dk = arena.take<T>(plan.chunk_keys * p.D);
     dv = arena.take<T>(plan.chunk_keys * p.Dv);
@@ -68,7 +70,7 @@ class BackwardWorker {
 
  public:
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
-      : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan), plain_(plain_scores(p)) {}
+      : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan), plain_(plain_scores(p) && ScoreRule<T>(p).raw) {}
 
   void run(const BackwardUnit& unit) {
     dbias_ = p_.dbias;
@@ -132,6 +134,13 @@ class BackwardWorker {
     T* dq = s_.dq + n * kMaxRows * D;
     for (int64_t d = 0; d < D; ++d) std::fill_n(dq + d * kMaxRows, round_up(rows, L), T(0));
     if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
+    if constexpr (!kPairs<Unit>) {
+      block.few_begin = few_from(p_, h, first, rows);
+      int64_t offset[kMaxRows];
+      for (int r = block.few_begin; r < rows; ++r) offset[r - block.few_begin] = r * p_.q.stride[2];
+      const void* src = first_row(p_.q, p_.dtype, block.rows);
+      if (block.few_begin < rows) few_queries(s_.few_rows, src, p_.dtype, offset, rows - block.few_begin, int(D));
+    }
     const QueryScratch<Unit>& q = s_.queries;
     QueryOperands<Unit>& to = s_.operands[n];
     const int planes = n * kPlanes<Unit>;  // before this block's
@@ -173,6 +182,11 @@ class BackwardWorker {
                  kMaxRows, s_.tile.dp + at, kMaxRows, Start::zero, nullptr, {k.v.plane, dout_plane()},
                  t.first == first ? dbias : Ahead());
     });
+    if constexpr (!kPairs<Unit>) {
+      if (block.few_begin < rows)
+        few_scores(k.k.a, k.k.am, keys, D, s_.few_rows, few_ld<Unit>(D), rows - block.few_begin,
+                   s_.tile.s + block.few_begin, ReadAhead(Ahead(), keys, nullptr, 0));
+    }
     if constexpr (kPlanes<Unit> > 1) {
       if (!block.finite || !k.finite || !k.finite_v) repair(block.rows, k, keys);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_bwd_tile.h"
+#include "attention_fwd_space.h"
 #include "operands.h"
 #include "parallel.h"
 
@@ -69,6 +70,16 @@ inline KeyOperands<Unit> take_key_operands(Arena& arena, const AttentionBackward
   k.v_scratch = arena.take<Unit>(kPlanes<Unit> * kMaxKeys * units<Unit>(int(p.Dv)));
   k.k_features_scratch = arena.take<Unit>(kPairs<Unit> ? columns_size<Unit>(kMaxKeys, p.D) : 0);
   return k;
+}
+
+// The first of rows first .. first + rows of head h whose scores forward made as those of few rows: of a block of few.
+// In fp32 and wider backward does, too: the logsumexp is that of scores as they were rounded.
+inline int few_from(const AttentionProblem& p, int64_t h, int64_t first, int rows) {
+  if (accumulate_type(p.dtype) != p.dtype) return rows;
+  const ForwardPlan plan(p);
+  const int64_t last_block = (plan.blocks_per_list - 1) * plan.block_rows;
+  if (plan.rows_per_list - last_block > kFewRows) return rows;
+  return int(min64(rows, max64(0, last_block - (h % plan.heads_per_list * p.Sq + first))));
 }
 
 // The first row of a block; x: query or dout.

@@ -17,6 +17,7 @@ struct QueryBlock {
   T lse_rest[kMaxRows];               // what rounding took from lse
   T base[kMaxRows], above[kMaxRows];  // see RowExponent
   T delta[kMaxRows];                  // rowsum(dout * out) - dlse
+  int few_begin;                      // the rows from here on were few in forward; see few_from
   bool finite;                        // query and dout hold neither NaN nor Inf
 };
 
@@ -254,7 +255,7 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
   if (p.dropout.rng_state) load_dropout(t.factor, p, rows, first_key, keys);
   const Vec<T> scale = set1(T(p.scale)), cap = set1(T(p.softcap)), per_cap = set1(T(p.softcap ? 1 / p.softcap : 0));
   const Vec<T> zero = set1(T(0)), one = set1(T(1)), log2e = set1(T(kLog2e));
-  const bool raw = !p.bias.data && p.softcap == 0;
+  const bool raw = ScoreRule<T>(p).raw;
   for (int j = 0; j < keys; ++j) {
     for (int r = 0; r < lanes; r += L) {
       const int at = j * kMaxRows + r;
