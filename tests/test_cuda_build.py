@@ -2,45 +2,106 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
+import sass
 import torch
 
 import mha_ext
 
 pytestmark = pytest.mark.cuda
+ROOT = Path(__file__).parent.parent
 
 
-def disassembler() -> str | None:
-    """cuobjdump: of a CUDA toolkit, or of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm."""
-    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    folders = [os.environ["PATH"], *(str(path) for path in packages.glob("*/bin")), "/usr/local/cuda/bin"]
-    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
+def module(name: str) -> str:
+    found = importlib.util.find_spec(f"mha_ext.{name}")
+    if found is None:
+        pytest.skip(f"the build has no {name}")
+    return found.origin
+
+
+@functools.cache
+def kernels_sm90() -> dict[str, list[sass.Instruction]]:
+    found = sass.kernels(module("_C_cuda_sm90"))
+    assert len(found) > 10
+    return found
+
+
+def places(code: list[sass.Instruction], *names: str) -> list[int]:
+    return [n for n, i in enumerate(code) if i.name.startswith(names)]
 
 
 def test_the_kernels_use_wgmma_and_no_local_memory():
-    module = importlib.util.find_spec("mha_ext._C_cuda_sm90")
-    if module is None:
-        pytest.skip("the build has no kernels for 9.0a")
-    tool = disassembler()
-    if tool is None:
-        pytest.skip("no cuobjdump is at hand: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    path = os.pathsep.join([os.path.dirname(tool), os.environ["PATH"]])  # it runs nvdisasm
-    text = subprocess.run([tool, "-sass", module.origin], env={"PATH": path}, capture_output=True, text=True, check=True)
-    kernels = re.split(r"^\s*Function : ", text.stdout, flags=re.M)[1:]
-    assert len(kernels) > 10
-    for kernel in kernels:
-        name = kernel.split(maxsplit=1)[0]
-        assert "_sm90" in name and ("HGMMA" in kernel or "round" in name), name
-        assert not re.search(r"\b(LDL|STL)\b", kernel), f"{name} keeps something in local memory"
+    for name, code in kernels_sm90().items():
+        assert "_sm90" in name and (places(code, "HGMMA") or "round" in name), name
+        assert not places(code, "LDL", "STL"), f"{name} keeps something in local memory"
+
+
+def test_products_are_not_made_one_after_the_other():
+    """ptxas, where it cannot see that registers of a product are left alone, waits after each instruction."""
+    for name, code in kernels_sm90().items():
+        products = places(code, "HGMMA")
+        waits, starts = places(code, "WARPGROUP.DEPBAR"), places(code, "WARPGROUP.ARRIVE")
+        assert len(waits) <= len(starts) and 2 * len(starts) <= len(products), name
+
+
+def test_the_softmax_overlaps_with_the_products_before_it():
+    """In forward's loop, between the wait for a tile's scores and that for the product with the tile before."""
+    for name, code in kernels_sm90().items():
+        if "attention_fwd" not in name:
+            continue
+        values, general = map(int, re.search(r"ForwardSm90ILi\d+ELi(\d+)ELb(\d)E", name).groups())
+        keys = (128 if values <= 128 else 64) // (1 + general)
+        first, scores, product, last = places(code, "WARPGROUP.DEPBAR")
+        after = places(code[product:last], "HGMMA")[0] + product
+        assert len(places(code[scores:product], "MUFU.EX2")) >= keys // 2, name  # of a thread
+        assert not places(code[product:after], "MUFU.EX2"), name
+
+
+def test_no_loop_waits_for_the_memory_of_the_whole_gpu():
+    """Backward may: where blocks take turns, one thread releases what all have added."""
+    for name, code in kernels_sm90().items():
+        fences = places(sass.in_loops(code), "MEMBAR.SC", "MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS", "MEMBAR.GPU")
+        assert len(fences) <= ("attention_bwd_sm90" in name), name
+
+
+def test_what_is_built_for_8_0_keeps_nothing_in_local_memory():
+    found = sass.resources(module("_C_cuda"))
+    assert sum("sm80" in name for name in found) > 60
+    spilled = [name for name, used in found.items() if "sm80" in name and (used["LOCAL"] or used["STACK"])]
+    if any("sm_80" not in line for line in sass.cuobjdump("--list-elf", module("_C_cuda")).split("\n") if ".cubin" in line):
+        pytest.skip("other architectures may spill a few bytes")
+    assert not spilled
+
+
+def test_a_build_for_all_gpus_has_machine_code_for_each(tmp_path):
+    """One small file, as setup.py and torch have it compiled where no TORCH_CUDA_ARCH_LIST is set and no GPU visible."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc is at hand")
+    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    listed, hopper, _ = setup.architectures(None)
+    assert hopper
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+        flags = torch.utils.cpp_extension._get_cuda_arch_flags()
+    built = tmp_path / "dropout_mask.o"
+    source = ROOT / "csrc" / "cuda" / "dropout_mask.cu"
+    subprocess.run([nvcc, "-std=c++20", *flags, "-c", "-o", built, source], check=True)
+    images = set(re.findall(r"sm_\d+", sass.cuobjdump("--list-elf", str(built))))
+    assert images == {"sm_80", "sm_86", "sm_90", "sm_100", "sm_120"}
+    assert set(re.findall(r"sm_\d+", sass.cuobjdump("--list-ptx", str(built)))) == {"sm_120"}
+    assert "sm_90a" in sass.cuobjdump("--list-elf", module("_C_cuda_sm90"))
 
 
 def counted(call, path, monkeypatch) -> list[dict]:

@@ -37,12 +37,11 @@ const Kernel* find(std::span<const Kernel> table, const AttentionBackwardLaunch&
 
 // Whether the current device has the shared memory that one pass needs.
 bool fits(int head) {
+  if (head <= 64) return true;
   int device = 0, bytes = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  const int needed =
-      head <= 64 ? BackwardSm80<64, true, true>::kSharedBytes : BackwardSm80<128, true, true>::kSharedBytes;
-  return needed + 256 <= bytes;  // beside the static part
+  return BackwardSm80<128, false, true>::kSharedBytes + 256 <= bytes;  // beside the static part
 }
 
 Plan plan(const AttentionBackward& p) {

@@ -19,14 +19,14 @@ struct BackwardQueriesSm80 {
   static constexpr int kMt = kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kWarps = kMt == 2 || kHead > 128 ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kMt, kRows = kWarpRows * kWarps;
-  static constexpr int kKeys = kHead <= 128 ? 64 : 32, kStages = kHead <= 128 ? 2 : 1;
-  static constexpr int kStep = kGeneral || kMt == 2 ? 16 : 32, kNt = kStep / 8, kOt = kHead / 8;
+  static constexpr int kKeys = kHead <= 128 ? 64 : 16;
+  static constexpr int kStep = kGeneral || kMt == 2 || kHead > 128 ? 16 : 32, kNt = kStep / 8, kOt = kHead / 8;
   // Queries and dout are held in registers, where they fit; they come in through the stages of the key tiles.
   static constexpr bool kHeld = kHead <= 128;
   static constexpr int kBlocksPerSm = kWarps == 4 && kHead <= 128 ? 2 : 1;
   static constexpr int kTileBytes = kKeys * kHead * 2, kRowsBytes = kRows * kHead * 2;
-  static constexpr int kSharedBytes = kStages * 2 * kTileBytes + (kHeld ? 0 : 2 * kRowsBytes);
-  static_assert(!kHeld || 2 * kRowsBytes <= kStages * 2 * kTileBytes);
+  static constexpr int kSharedBytes = 2 * 2 * kTileBytes + (kHeld ? 0 : 2 * kRowsBytes);  // two stages
+  static_assert(!kHeld || 2 * kRowsBytes <= 2 * 2 * kTileBytes);
 };
 
 template <int kMt, int kNt>
@@ -58,13 +58,14 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
   __shared__ Sequence sequence;
   __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
+  static_assert(fits_everywhere(C::kSharedBytes, sizeof(row_blocks) + sizeof(sequence) + sizeof(specials)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int own_rows = warp * C::kWarpRows;
   const unsigned hk = h / (unsigned(p.H) / unsigned(p.Hk));
   if (thread == 0) sequence = cuda::sequence(p, b);
   __syncthreads();
   if (first_row >= sequence.Sq) return;
-  const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : C::kStages * 2 * C::kTileBytes);
+  const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : 2 * 2 * C::kTileBytes);
   const bool aligned = !C::kGeneral || p.aligned;
 
   load_tile<Tile, C::kRows>(query_rows<T>(p.q, sequence, h, p.D), first_row, aligned, query_at, thread);
@@ -127,9 +128,9 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
       nonfinite = __syncthreads_or(Tile::template any_nonfinite<C::kKeys>(stage, thread));
     else
       __syncthreads();
-    const uint32_t next = C::kStages == 1 ? base : base + (base + 2 * C::kTileBytes - stage);
+    const uint32_t next = base + (base + 2 * C::kTileBytes - stage);
     const int next_tile = visible_tile(tile + 1);
-    if (C::kStages > 1 && next_tile < tile_end) load_keys(next_tile, next);
+    if (next_tile < tile_end) load_keys(next_tile, next);
     if (nonfinite) {
       Tile::template take_specials<C::kKeys>(stage, specials, thread);
       __syncthreads();
@@ -174,10 +175,6 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
         if (nonfinite) add_specials<C::kMt, C::kNt>(dq, visible, specials + step * C::kOt, lane);
       }
     }
-    if (C::kStages == 1) {
-      __syncthreads();
-      if (next_tile < tile_end) load_keys(next_tile, next);
-    }
     stage = next;
     tile = next_tile;
   }
@@ -197,19 +194,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   walk_keys<T, C>(p, bh / unsigned(p.H), bh % unsigned(p.H), first_row, 0, kKeyMax);
 }
 
-constexpr int kBiasTiles = 2;  // of keys per block
+template <class C>
+constexpr int kBiasTiles = (C::kHead <= 128 ? 128 : 64) / C::kKeys;  // of keys per block
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     attention_bwd_dbias_sm80(const __grid_constant__ AttentionBackwardLaunch p) {
-  const unsigned row_tiles = (unsigned(p.Sq) + C::kRows - 1) / C::kRows, key_step = kBiasTiles * C::kKeys;
+  const unsigned row_tiles = (unsigned(p.Sq) + C::kRows - 1) / C::kRows, key_step = kBiasTiles<C> * C::kKeys;
   const unsigned key_blocks = (unsigned(p.Sk) + key_step - 1) / key_step;
-  const int first_row = blockIdx.x % row_tiles * C::kRows, tile = blockIdx.x / row_tiles % key_blocks * kBiasTiles;
+  const int first_row = blockIdx.x % row_tiles * C::kRows, tile = blockIdx.x / row_tiles % key_blocks * kBiasTiles<C>;
   const unsigned own = blockIdx.x / row_tiles / key_blocks, B = p.B, H = p.H;
   const unsigned own_heads = p.dbias.stride[1] ? H : 1;
   for (unsigned b = own / own_heads; b < B; b += p.dbias.stride[0] ? B : 1)
     for (unsigned h = own % own_heads; h < H; h += p.dbias.stride[1] ? H : 1) {
-      walk_keys<T, C>(p, b, h, first_row, tile, tile + kBiasTiles);
+      walk_keys<T, C>(p, b, h, first_row, tile, tile + kBiasTiles<C>);
       __syncthreads();
     }
 }
@@ -229,7 +227,7 @@ template <class T, class C>
 void launch_attention_bwd_dbias_sm80(const char* name, const AttentionBackwardLaunch& p, cudaStream_t stream) {
   auto kernel = attention_bwd_dbias_sm80<T, C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), name);
-  const int64_t key_step = kBiasTiles * C::kKeys;
+  const int64_t key_step = kBiasTiles<C> * C::kKeys;
   const int64_t blocks = (p.Sq + C::kRows - 1) / C::kRows * ((p.Sk + key_step - 1) / key_step) *
                          (p.dbias.stride[0] ? p.B : 1) * (p.dbias.stride[1] ? p.H : 1);
   if (blocks == 0) return;

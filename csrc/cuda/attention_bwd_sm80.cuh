@@ -29,7 +29,7 @@ struct BackwardSm80 {
   static constexpr int kWarps = kMt == 2 && !kPairs ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kColumnSplit = kPairs || kHead > 128 ? 2 : 1;
   static constexpr int kWarpKeys = 16 * kMt, kKeys = kWarpKeys * kWarps / kColumnSplit;
-  static constexpr int kQueries = kHead <= 128 ? 64 : 32, kStages = kHead <= 128 ? 2 : 1;
+  static constexpr int kQueries = kHead <= 128 ? 64 : 16;
   static constexpr int kOt = kHead / kColumnSplit / 8;
   // Keys and values are held in registers, where they fit; they come in through the stages of the query tiles.
   static constexpr bool kHeld = kHead <= 128 && !kPairs;
@@ -38,22 +38,21 @@ struct BackwardSm80 {
   static constexpr int kStageBytes = 2 * kTileBytes + int(sizeof(RowBlock<float>));
   static constexpr int kGradientBytes = kQueryGradient ? kKeys * kQueries * 2 : 0;  // dS^T; likewise P^T
   static constexpr int kSpecials = kQueries * kHead / 8;                            // of a tile of queries
-  // NaN and Inf that are taken out of a tile are kept in the next stage, which is then filled later.
-  static constexpr int kSpecialsBytes = kStages == 1 ? 2 * kSpecials * int(sizeof(uint16_t)) : 0;
-  static constexpr int kKeysAt = kHeld && !kQueryGradient ? 0 : kStages * kStageBytes;
+  static constexpr int kKeysAt = kHeld && !kQueryGradient ? 0 : 2 * kStageBytes;    // behind two stages
   static constexpr int kValuesAt = kHeld && kQueryGradient ? 0 : kKeysAt + kKeyBytes;
-  static constexpr int kGradientAt = kKeysAt + kKeyBytes * (kHeld ? 1 : 2), kSpecialsAt = kGradientAt;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kKeyBytes * (kHeld ? kQueryGradient : 2) +
-                                      kGradientBytes * (kPairs ? 2 : 1) + kSpecialsBytes;
+  static constexpr int kGradientAt = kKeysAt + kKeyBytes * (kHeld ? 1 : 2);
+  static constexpr int kSharedBytes =
+      2 * kStageBytes + kKeyBytes * (kHeld ? kQueryGradient : 2) + kGradientBytes * (kPairs ? 2 : 1);
   static_assert(kHeld || kValuesAt == kKeysAt + kKeyBytes);
   static_assert(kHead / kColumnSplit % 64 == 0 || kColumnSplit == 1);
-  static_assert(!kHeld || 2 * kKeyBytes <= kStages * kStageBytes);
+  static_assert(!kHeld || 2 * kKeyBytes <= 2 * kStageBytes);
   // A warp's part of a tile of dQ: 16 * kDqMt queries, 32 columns.
   static constexpr int kDqMt = kHead / 8 / kWarps, kDqRowWarps = 4 / (kDqMt ? kDqMt : 1);
   static_assert(!kQueryGradient || kDqMt * 8 * kWarps == kHead);
 
-  // Where a stage's NaN and Inf are kept; stages and this are relative to the start of shared memory.
-  __device__ static uint32_t specials_at(uint32_t stage) { return kStages == 1 ? kSpecialsAt : kStageBytes - stage; }
+  // Where a stage's NaN and Inf are kept: in the next stage, which is then filled later. Both are relative to the start
+  // of shared memory.
+  __device__ static uint32_t specials_at(uint32_t stage) { return kStageBytes - stage; }
 
   // The first of a thread's warp's keys, and of the columns that it sums.
   __device__ static unsigned own_keys(unsigned thread) { return thread / 32 / kColumnSplit * kWarpKeys; }
@@ -77,11 +76,15 @@ __device__ inline int next_row_tile(Walk& walk, const Span* spans, int count, in
   int base = walk.tile & ~31;
   while (!seen) {
     base += 32;
-    if (base >= count) return -1;
+    if (base >= count) {
+      __syncwarp();
+      return -1;
+    }
     const int n = base + int(lane);
     seen = __ballot_sync(
         ~0u, n < count && spans[n / kPerBlock].begin < key_end && spans[n / kPerBlock].end > key_begin && shows(n));
   }
+  __syncwarp();  // a walk in shared memory is the whole warp's: other lanes may still have to read it
   walk.seen = seen & (seen - 1);
   return base + __ffs(seen) - 1;
 }
@@ -178,6 +181,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
   __shared__ BackwardPlace shared_place;
   __shared__ Sequence sequence;
+  // Where one pass does not fit, `fits` in attention_bwd.cu has two passes run.
+  static_assert(fits_everywhere(C::kSharedBytes, sizeof(shared_walks) + sizeof(shared_place) + sizeof(sequence)) ||
+                C::kPairs);
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   if (threadIdx.x == 0) sequence = cuda::sequence(p, blockIdx.x / key_tiles / unsigned(p.Hk));
   __syncthreads();
@@ -230,13 +236,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   walk().tile = -1;
   walk().seen = 0;
   uint32_t stage = base;
-  auto next_stage = [&] { return C::kStages == 1 ? base : base + (base + C::kStageBytes - stage); };
+  auto next_stage = [&] { return base + (base + C::kStageBytes - stage); };
   if (const int tile = next_tile(); tile >= 0) load_queries<T, C>(p, place(), tile, stage);
 
   for (int number; (number = walk().next) >= 0;) {
-    walk().tile = number;
     cp_async_wait<0>();
     __syncthreads();
+    walk().tile = number;
     QueryTile tile = {stage, reinterpret_cast<const RowBlock<float>*>(shared + (stage - base) + 2 * C::kTileBytes)};
     if constexpr (C::kGeneral || C::kQueries < kRowBlock) query_tile(number, tile);
     const Span& span = tile.rows->span;
@@ -245,8 +251,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     const bool nonfinite =
         edge && take_tile_specials<T, C>(stage, reinterpret_cast<uint16_t*>(shared + C::specials_at(stage - base)));
     walk().nonfinite = nonfinite;
-    if (const int next = next_tile(); next >= 0 && C::kStages > 1 && !nonfinite)
-      load_queries<T, C>(p, place(), next, next_stage());
+    if (const int next = next_tile(); next >= 0 && !nonfinite) load_queries<T, C>(p, place(), next, next_stage());
     if (!C::kGeneral && !edge)  // most tiles need no look at what their rows see
       add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base + C::kGradientAt);
     else
@@ -258,7 +263,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       else
         add_query_gradient<T, C, false>(base + C::kGradientAt, k_tile, to, thread_index());
     }
-    if (C::kStages == 1 || walk().nonfinite) {  // the next stage was still in use
+    if (walk().nonfinite) {  // the next stage was still in use
       __syncthreads();
       if (const int next = walk().next; next >= 0) load_queries<T, C>(p, place(), next, next_stage());
     }

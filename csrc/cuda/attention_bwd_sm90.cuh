@@ -266,7 +266,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const unsigned consumer = thread - 128, half = group - 1;
   const unsigned key = (C::kShared ? 0 : half * 64) + consumer / 32 % 4 * 16;  // the warp's first, of the block's
   const uint32_t finite_keys = await_keys<T, C>(block, base, consumer);
-  auto pass_turn = [&] {  // after a barrier that follows what was added and a __threadfence()
+  // After a barrier that follows what was added: the release is of what all threads did before the barrier, too.
+  auto pass_turn = [&] {
     if (p.deterministic && consumer == 0 && block.added >= 0) increment_release(p.turns + 1 + block.added);
   };
   HeldSm90<C> held;
@@ -312,7 +313,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       add_query_gradients<T, C>(block, p, tile, row_block, consumer, half, [] {}, release);
     }
   }
-  if (p.deterministic) __threadfence();
   named_barrier<kAll>(1);  // the ring's place is used again, to stage the results
   pass_turn();
   const uint32_t staging = base + C::kRingAt + consumer / 32 * 16 * Tile::kRowBytes;

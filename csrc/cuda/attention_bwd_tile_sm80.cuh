@@ -89,7 +89,6 @@ __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaun
                                    bool edge, const Place& place, const Walk& walk, uint32_t k_tile,
                                    uint32_t query_lane, uint32_t gradient_lane) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
-  using GradientTile = TileSm80<T, C::kQueries, C::kThreads>;
   const unsigned thread = thread_index(), lane = thread % 32;
   const unsigned own_keys = C::own_keys(thread), column = C::column(thread);
   const int key = C::kGeneral || edge ? place.first_key + int(own_keys) : 0;  // otherwise not looked at
@@ -119,7 +118,7 @@ __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaun
     multiply_columns<T, Tile>(own.dk, a, b_lane);
     if (C::kGeneral && edge && walk.nonfinite) add_query_specials(own, tile, step, visible, thread);
   }
-  if constexpr (C::kQueryGradient) store_transposed<GradientTile>(gradient_lane, step / 8, a);
+  if constexpr (C::kQueryGradient) store_transposed<TileSm80<T, C::kQueries, C::kThreads>>(gradient_lane, step / 8, a);
 }
 
 // P^T and dS^T of the warp's keys and of kSteps * 16 queries from `first` on, packed. Returns false, and leaves them
@@ -203,21 +202,25 @@ __device__ inline void add_tile(WarpKeys<C>& own, const AttentionBackwardLaunch&
     using Tile = TileSm80<T, C::kHead, C::kThreads>;
     const unsigned thread = thread_index();
     const uint32_t query_lane = tile.stage + Tile::lane_b(thread % 32);
-    const uint32_t gradient_lane =
-        transposed_lane<TileSm80<T, C::kQueries, C::kThreads>>(gradient_tile, C::own_keys(thread), thread % 32);
+    uint32_t gradient_lane = 0;
+    if constexpr (C::kQueryGradient)
+      gradient_lane =
+          transposed_lane<TileSm80<T, C::kQueries, C::kThreads>>(gradient_tile, C::own_keys(thread), thread % 32);
 #pragma unroll 1
     for (int step = 0; step < C::kQueries; step += 16)
       add_queries<T, C>(own, p, tile, step, edge, place, walk, k_tile, query_lane + step * Tile::kRowBytes,
                         gradient_lane);
     if (C::kQueryGradient) __syncthreads();
   }
-  if (C::kGeneral || !edge || !walk.nonfinite) return;
+  if constexpr (!C::kGeneral) {
+    if (!edge || !walk.nonfinite) return;
 #pragma unroll 1
-  for (int step = 0; step < C::kQueries; step += 16) {
-    const unsigned thread = thread_index();
-    const GradientPlace at = gradient_place<C>(tile, step, place.first_key + int(C::own_keys(thread)));
-    const uint32_t visible = visible_pairs<C::kMt, 2, true, true>(p.mask, at, thread % 32);
-    add_query_specials(own, tile, step, visible, thread);
+    for (int step = 0; step < C::kQueries; step += 16) {
+      const unsigned thread = thread_index();
+      const GradientPlace at = gradient_place<C>(tile, step, place.first_key + int(C::own_keys(thread)));
+      const uint32_t visible = visible_pairs<C::kMt, 2, true, true>(p.mask, at, thread % 32);
+      add_query_specials(own, tile, step, visible, thread);
+    }
   }
 }
 

@@ -196,7 +196,6 @@ __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::
     start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
   }
   fence_async_proxy();
-  if (p.deterministic) __threadfence();  // what was added of the tile before
   named_barrier<kAll>(2);
   if constexpr (C::kShared) {
     const int first = (1 - half) * C::kPart;

@@ -28,7 +28,9 @@ struct ForwardSm80 {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kMt = kHead <= 128 ? 2 : 1;  // 16-row tiles per warp
-  static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps, kBlockN = kHead <= 64 ? 128 : kHead <= 128 ? 64 : 32;
+  static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps;
+  // So many keys as leave room for the queries, where these stay in shared memory.
+  static constexpr int kBlockN = kHead <= 64 ? 128 : kHead < (kGeneral ? 128 : 129) ? 64 : 32;
   static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
   static constexpr int kOt = kHead / 8;
   static constexpr int kUnroll = !kGeneral && (kHead <= 64 || kHead == 128) ? 4 : 1;
@@ -37,7 +39,7 @@ struct ForwardSm80 {
   static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
   // Two stages of a key and a value tile. A query tile that goes to registers is staged in the second stage.
   static constexpr int kSharedBytes = 4 * kTileBytes + (kQueryInRegisters ? 0 : kQueryBytes);
-  static_assert(kQueryBytes <= 2 * kTileBytes);
+  static_assert(kQueryBytes <= (kQueryInRegisters ? 2 : 4) * kTileBytes);  // the output is staged in all four
   static constexpr float kSlack = 8;
   static constexpr float kUnset = kGeneral ? 3.40282347e38f : 1.7e38f;  // the negative maximum of no scores
 };
@@ -266,6 +268,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     int row, tile, tile_end;  // the first query row, the range of key tiles
   } place;
   __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
+  static_assert(fits_everywhere(C::kSharedBytes, sizeof(ranges) + sizeof(spans) + sizeof(place) + sizeof(specials)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   // Late query tiles first: under a causal mask they have the most to do.
   const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles),

@@ -214,6 +214,7 @@ struct Consumer {
       start_next_scores(tile, [&] { start_values<T, C>(state.o[0], weights, values(stage)); });
       wgmma_wait<1>();
       softmax(tile);
+      finish(state.sum[0][0] + state.sum[0][1]);
       wgmma_wait<0>();
       hold(state.o[0]);
       finish_values(stage, nonfinite, true);

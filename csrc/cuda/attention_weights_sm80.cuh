@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(C::kThreads)
   __shared__ RowRange ranges[C::kBlockM];
   __shared__ Span spans[C::kWarps];
   __shared__ Sequence sequence;
+  static_assert(fits_everywhere(C::kTileBytes + C::kQueryBytes, sizeof(ranges) + sizeof(spans) + sizeof(sequence)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int Sq = int(p.Sq), Sk = int(p.Sk), key_tiles = (Sk + C::kBlockN - 1) / C::kBlockN;
   const int tile = blockIdx.x % key_tiles;

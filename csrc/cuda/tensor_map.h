@@ -50,10 +50,19 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
+// The driver wants a context on the calling thread, which a new thread has only from the first call of the runtime on
+// that needs one. This is such a call, also while a graph is captured.
+inline void bind_context() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
+}
+
 // Boxes of 2-byte elements with the 128-byte swizzle. Innermost dimension, whose stride is 1, first; strides in bytes.
 template <class T, int kRank>
 CUtensorMap encode_tensor_map(void* data, const cuuint64_t (&dims)[kRank], const cuuint64_t (&strides)[kRank - 1],
                               const cuuint32_t (&box)[kRank]) {
+  bind_context();
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(

@@ -46,7 +46,8 @@ struct TileSm80 {
   static_assert(kHead % 32 == 0);
   static constexpr int kRowBytes = kHead * 2;
   static constexpr int kSwizzle = kHead % 64 == 0 ? 7 : 3;
-  static constexpr int kLanes = kSwizzle + 1;  // threads side by side on one row
+  // Threads side by side on one row; with 8, so many would take more rows at once than a tile of 256 columns has.
+  static constexpr int kLanes = kHead == 256 && kThreads > 128 ? 16 : kSwizzle + 1;
   static constexpr int kRowsPerPass = kThreads / kLanes;
   static constexpr int kChunksPerLane = kHead / 8 / kLanes;
 

@@ -28,7 +28,9 @@ __device__ inline int load_from_cluster(uint32_t there) {
 }
 
 __device__ inline void mbarrier_arrive_there(uint32_t there) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+  // With .release.cluster it would wait for all of the thread's accesses to the GPU's memory (MEMBAR.ALL.GPU), and all
+  // that it orders here are reads of shared memory, which are over.
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
 }  // namespace mha::cuda

@@ -49,6 +49,12 @@ __device__ inline void hold(float (&c)[kNt][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
 }
 
+// Nothing that x depends on is put off beyond this point. ptxas moves waits for products, which name no registers,
+// before other work, but not before a branch. x must not be NaN with these bits.
+__device__ inline void finish(float x) {
+  asm volatile("{\n.reg .pred never;\nsetp.eq.b32 never, %0, 0x7FEDCBA9;\n@never trap;\n}" ::"f"(x) : "memory");
+}
+
 // c = A B (+ c if add). A: 64 rows, B: 8 * kNt rows, both described by describe_rows.
 template <class T, int kNt>
 __device__ inline void wgmma_rows(float (&c)[kNt][4], uint64_t a, uint64_t b, int add);
