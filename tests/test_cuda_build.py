@@ -48,9 +48,7 @@ def test_the_kernels_use_wgmma_and_no_local_memory():
 def test_products_are_not_made_one_after_the_other():
     """ptxas, where it cannot see that registers of a product are left alone, waits after each instruction."""
     for name, code in kernels_sm90().items():
-        products = places(code, "HGMMA")
-        waits, starts = places(code, "WARPGROUP.DEPBAR"), places(code, "WARPGROUP.ARRIVE")
-        assert len(waits) <= len(starts) and 2 * len(starts) <= len(products), name
+        assert 2 * len(places(code, "WARPGROUP.DEPBAR")) <= len(places(code, "HGMMA")), name
 
 
 def test_the_softmax_overlaps_with_the_products_before_it():
