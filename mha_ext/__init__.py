@@ -20,6 +20,7 @@ from .nn._torchs_ways import not_scriptable
 from .packed import attention_qkvpacked
 from .sdpa import scaled_dot_product_attention
 from .swap import SwapReport, swap_attention
+from .use_for_sdpa import SdpaUse, use_for_sdpa
 from .varlen import attention_varlen
 
 not_scriptable(
@@ -31,6 +32,7 @@ __version__ = build_info["version"]
 
 __all__ = [
     "Plan",
+    "SdpaUse",
     "SwapReport",
     "attention",
     "attention_cached",
@@ -49,6 +51,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "split_heads",
     "swap_attention",
+    "use_for_sdpa",
 ]
 
 
