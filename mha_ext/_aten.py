@@ -27,7 +27,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from . import _ops, functional, masks
-from ._checks import name_of, text
 from .functional import NOT_PACKED, attention, attention_arguments
 from .sdpa import scaled_dot_product_attention
 from .varlen import attention_packed
@@ -40,10 +39,11 @@ _composite = functools.partial(
 )
 _flash_is_allowed = torch._C._get_flash_sdp_enabled
 _NOT_CHOSEN = "torch.nn.attention.sdpa_kernel chose backends without FLASH_ATTENTION"
+_FASTER = "it is faster for so few queries and keys"
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor}
 # Fewer pairs of a query and a key, over batch and heads, are faster on torch's kernels, as measured on 2 cores of an AMD EPYC
 # (Zen 4) at head sizes of 64: by the Python between the two, and for one query while keys and values are in the cache.
-_FEW = {torch.float32: 8192, torch.float64: 8192, torch.bfloat16: 1024, torch.float16: 1024}
+_FEW = {torch.float32: 2048, torch.float64: 2048, torch.bfloat16: 64, torch.float16: 64}
 _FEW_OF_ONE_QUERY = 32768  # in float32
 
 _library: Any = None
@@ -82,6 +82,8 @@ def _sdpa(
             try:
                 return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             except (ValueError, TypeError) as refusal:
+                if key.dim() == value.dim() == 4 and key.shape[2] != value.shape[2]:
+                    raise  # torch does not look, and reads beyond the values
                 why = str(refusal)
         if functional.LOG_PLANS:
             _tell("scaled_dot_product_attention", why)
@@ -94,7 +96,7 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     if attn_mask is None and dropout_p == 0.0 and query.dim() == key.dim() == 4 and query.shape[1] == key.shape[1]:
         B, H, Sq, _ = query.shape
         if _is_small(B * H * Sq * key.shape[2], Sq, query):
-            return _faster(query, key)
+            return _FASTER
     if type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN:
         if attn_mask is None or type(attn_mask) in _PLAIN:
             if not _ops.transforms_active() and forward_ad._current_level < 0:
@@ -114,10 +116,6 @@ def _is_small(pairs: int, queries: int, like: Tensor) -> bool:
     return pairs < _FEW.get(like.dtype, 0)
 
 
-def _faster(query: Tensor, key: Tensor) -> str:
-    return f"it is faster for problems as small as {text(query.shape)} and {text(key.shape)} in {name_of(query.dtype)}"
-
-
 def _tell(what: str, why: str) -> None:
     if why not in _told:
         _told.add(why)
@@ -135,7 +133,9 @@ def _choice(name: str, key: str, kernel: Callable[..., Any]) -> Callable[..., An
         if active and _flash_is_allowed():
             try:
                 with torch.no_grad():
-                    return kernel(*args, **kwargs)
+                    found = kernel(*args, **kwargs)
+                if found is not None:  # else torch's is faster
+                    return found
             except (ValueError, TypeError) as refusal:
                 if own is None:
                     raise
@@ -157,10 +157,9 @@ def _mask_and_bias(attn_mask: Tensor | None, is_causal: bool) -> tuple[masks.Mas
     return masks.Dense(attn_mask) if causal is None else causal & masks.Dense(attn_mask), None
 
 
-def _refuse_small(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> None:
+def _small(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> bool:
     B, H, Sq, _ = query.shape
-    if attn_mask is None and _is_small(B * H * Sq * key.shape[2], Sq, query):
-        raise ValueError(_faster(query, key))
+    return attn_mask is None and _is_small(B * H * Sq * key.shape[2], Sq, query)
 
 
 def _rows_first(x: Tensor) -> Tensor:
@@ -172,9 +171,12 @@ def _flash_for_cpu(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    _refuse_small(query, key, attn_mask)
+    if _small(query, key, attn_mask):
+        return None
     mask, bias = _mask_and_bias(attn_mask, is_causal)
     out, lse = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, return_lse=True)
+    if attn_mask is not None:
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # torch's, of rows that see no key
     return out, _rows_first(lse)
 
 
@@ -182,7 +184,8 @@ def _flash_for_cpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float, is_causal: bool,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    _refuse_small(query, key, attn_mask)
+    if _small(query, key, attn_mask):
+        return None
     mask, bias = _mask_and_bias(attn_mask, is_causal)
     q, k, v, bias, args, scale, _, _ = attention_arguments(
         query, key, value, mask, bias, scale, dropout_p, 0.0, None, None, None, None
@@ -214,7 +217,8 @@ def _native_multi_head_attention(
     else:
         each = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3))
         q, k, v = (F.linear(x, w, b).unflatten(-1, heads).transpose(1, 2) for x, w, b in each)
-    _refuse_small(q, k, mask)
+    if _small(q, k, mask):
+        return None
     visible = None
     if mask is not None:
         visible = mask.logical_not()
@@ -222,7 +226,7 @@ def _native_multi_head_attention(
             visible = visible[:, None, None]
     found: Any = attention(q, k, v, mask=visible, return_weights=need_weights)
     out, weights = found if need_weights else (found, None)
-    if need_weights and average_attn_weights:
+    if weights is not None and average_attn_weights:
         weights = weights.mean(1)
     return F.linear(out.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
 

@@ -1,5 +1,5 @@
-"""The ops, as the package calls them: with their autograd formulas and vmap rules. This file and _library.py are the only
-ones that use torch.library.
+"""The ops, as the package calls them: with their autograd formulas and vmap rules. This file, _library.py and
+_aten.py are the only ones that use torch.library.
 
 Attention saves its inputs, the output and the logsumexp; backward recomputes the rest. The backward ops are
 differentiable too: their formulas go through the reference.

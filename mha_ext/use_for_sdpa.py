@@ -61,8 +61,9 @@ def use_for_sdpa() -> SdpaUse:
 
 
 def _count(change: int) -> None:
-    from . import _aten
     from torch.compiler import config
+
+    from . import _aten
 
     global _uses
     if _uses == 0:
