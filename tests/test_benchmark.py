@@ -19,7 +19,8 @@ def benchmark_module():
 def test_short_run_writes_table_json_page_and_picture(benchmark_module, tmp_path, capsys):
     pattern = "small B8 H12 S16 D64 fp32 fwd$|split_heads .* fp32"
     assert benchmark_module("compare").main(["--only", pattern, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert re.fullmatch(r"1 of 2: split_heads .*, [\d.]+ s\n2 of 2: small .*, [\d.]+ s\n", told), "a log gets one line per row"
     for text in ("small B8 H12 S16 D64 fp32 fwd", "sdpa", "mha_ext", "GFLOP/s", "GB/s", torch.__version__):
         assert text in printed
     report = json.loads((tmp_path / "compare.json").read_text())
@@ -34,6 +35,8 @@ def test_short_run_writes_table_json_page_and_picture(benchmark_module, tmp_path
             assert c["rounds"] >= 7 or c["note"] == f"{c['rounds']} rounds"  # fewer where the machine is busy
             assert math.isclose(c["speed"], base["seconds"] / c["seconds"])
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    panels = benchmark_module("page").speed_figure(report).axes
+    assert [axes.get_title("left") for axes in panels] == ["parts, against clone", "small, against sdpa"]
     page = (tmp_path / "compare.html").read_text()
     assert page.count("<svg") == page.count("</svg>") == 2
     for row in report["rows"]:

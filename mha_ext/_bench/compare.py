@@ -38,10 +38,11 @@ def arguments(argv: list[str] | None, out: Path) -> argparse.Namespace:
 
 
 def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict[str, Any]]:
-    """The records of the rows; of those done so far if the user interrupts."""
+    """The records of the rows; of those done so far if the user interrupts. A terminal sees a bar, a log one line per row."""
     records = []
-    with tqdm(rows, unit="row", dynamic_ncols=True, file=sys.stderr) as bar:
-        for row in bar:
+    terminal = sys.stderr.isatty()
+    with tqdm(rows, unit="row", dynamic_ncols=True, file=sys.stderr, disable=not terminal) as bar:
+        for n, row in enumerate(bar, 1):
             bar.set_description(row.name)
             start = time.perf_counter()
             try:
@@ -49,7 +50,10 @@ def run(rows: list[Row], full: bool, peaks: dict[str, float]) -> list[dict[str, 
                 timings = measure(case, full, bar.set_postfix_str)
             except KeyboardInterrupt:
                 break
-            records.append(row_record(row, case, timings, peaks, time.perf_counter() - start))
+            elapsed = time.perf_counter() - start
+            records.append(row_record(row, case, timings, peaks, elapsed))
+            if not terminal:
+                print(f"{n} of {len(rows)}: {row.name}, {elapsed:.1f} s", file=sys.stderr, flush=True)
             del case
     return records
 

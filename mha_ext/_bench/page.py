@@ -7,9 +7,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from .report import COLUMNS, contender_cells, machine_line
 
+OURS, MARKS, BEHIND = "#0b7a4b", "osv^<>PXd*pH", {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: 2px 12px 2px 0; text-align: right; }
@@ -20,23 +22,52 @@ pre { white-space: pre-wrap; font-size: 12px; color: #555; }
 
 
 def speed_figure(report: dict[str, Any]) -> Figure:
-    """One line per row: how many times as fast as the row's base each contender is."""
-    rows = [row for row in report["rows"] if any(c["speed"] for c in row["contenders"])]
-    figure = Figure(figsize=(10, 1.6 + 0.24 * len(rows)))
-    axes = figure.subplots()
-    points: dict[str, list[Any]] = {}
+    """How many times as fast as its base each contender is: a panel for the rows of a group that share a base, the main
+    shapes on top; our bar has its number, the others are marks."""
+    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in sorted(report["rows"], key=lambda row: row["group"] != "main"):
+        if any(c["speed"] and c["contender"] != row["baseline"] for c in row["contenders"]):
+            panels.setdefault((row["group"], row["baseline"]), []).append(row)
+    heights = [len(rows) + 1.5 for rows in panels.values()]
+    figure = Figure(figsize=(10, 1.2 + 0.25 * sum(heights)), layout="constrained")
+    grid = figure.subplots(max(len(panels), 1), 1, sharex=True, squeeze=False, height_ratios=heights or None)
+    marks: dict[str, str] = {}
+    for axes, ((group, base), rows) in zip(grid[:, 0], panels.items()):
+        _speed_panel(axes, rows, marks)
+        axes.set_title(f"{'the main shapes' if group == 'main' else group}, against {base}", loc="left", size=10, weight="bold")
+    grid[-1, 0].set_xlabel("times as fast as the base (right is faster)")
+    handles = [Line2D([], [], marker=mark, color="0.45", linestyle="", label=name) for name, mark in marks.items()]
+    handles.append(Line2D([], [], color=OURS, linewidth=6, label="mha_ext"))
+    figure.legend(handles=handles[::-1], loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+    figure.supxlabel(machine_line(report["machine"], report["peaks"]), size=7, color="0.35")
+    return figure
+
+
+def _speed_panel(axes: Axes, rows: list[dict[str, Any]], marks: dict[str, str]) -> None:
+    """marks: of the contenders that are not ours, by name, for all panels; it grows."""
     for place, row in enumerate(rows):
         for c in row["contenders"]:
-            if c["speed"] and c["contender"] != row["baseline"]:
-                points.setdefault(c["contender"], []).append((c["speed"], place))
-    scatter(axes, points)
-    axes.set_yticks(range(len(rows)), [f"{row['name']} (against {row['baseline']})" for row in rows], size=7)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+            if not c["speed"] or c["contender"] == row["baseline"]:
+                continue
+            if c["contender"].startswith("mha_ext"):
+                first = c["contender"] in ("mha_ext", "mha_ext.nn")
+                axes.barh(place, c["speed"] - 1, left=1, height=0.7, color=OURS, alpha=1 if first else 0.5)
+                text = f"{c['speed']:.2f}x" if first else f"{c['contender'].removeprefix('mha_ext ')} {c['speed']:.2f}x"
+                where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
+                axes.annotate(text, (max(c["speed"], 1), place), **where, bbox=BEHIND, zorder=4)
+            else:
+                mark = marks.setdefault(c["contender"], MARKS[len(marks) % len(MARKS)])
+                axes.scatter(c["speed"], place, s=22, marker=mark, color="0.45", zorder=3)
+    shapes = [row["name"].rsplit(" ", 2) if row["group"] == "main" else [row["name"]] for row in rows]
+    again = [n > 0 and len(parts) > 1 and parts[0] == shapes[n - 1][0] for n, parts in enumerate(shapes)]
+    labels = [" ".join(parts[1:] if same else parts) for parts, same in zip(shapes, again)]  # a shape is named once
+    axes.set_yticks(range(len(rows)), labels, size=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xscale("log", base=2)
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("speed against the row's base (right is faster)")
-    axes.set_title(machine_line(report["machine"], report["peaks"]), size=7)
-    figure.tight_layout()
-    return figure
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.25)
 
 
 def memory_figure(report: dict[str, Any]) -> Figure:

@@ -238,6 +238,28 @@ def module_case(dtype: torch.dtype, backward: bool) -> Case:
     return Case(calls, "torch.nn", call_of(truth, x.float(), dout.float()), flops=flops, peak=dtype_key(dtype))
 
 
+def model_case(dtype: torch.dtype, backward: bool) -> Case:
+    """A whole model of torch's modules, with one line added to the program."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True, norm_first=True, dtype=dtype)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(backward)
+    x, hidden = torch.randn(2, 1024, 512).to(dtype), torch.nn.Transformer.generate_square_subsequent_mask(1024, dtype=dtype)
+    truth, dout = copy.deepcopy(model).float(), torch.randn_like(x)
+
+    def call_of(model: torch.nn.Module, x: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor) -> Any:
+        forward = lambda: model(x, hidden, is_causal=True)
+        return training(forward, list(model.parameters()), dout) if backward else torch.no_grad()(forward)
+
+    plain = call_of(model, x, hidden, dout)
+
+    def in_use() -> Any:
+        with mha_ext.use_for_sdpa():
+            return plain()
+
+    expected = call_of(truth, x.float(), hidden.float(), dout.float())
+    return Case({"torch": plain, "mha_ext": in_use}, "torch", expected)
+
+
 def large_logits_case() -> Case:
     """fp16 scores beyond 65504 before scaling: the textbook overflows, and must not be taken for a result."""
     inputs = [x * 80 if i < 2 else x for i, x in enumerate(LARGE_SHAPE.inputs(FP16))]
@@ -277,5 +299,7 @@ def feature_rows(full: bool) -> list[Row]:
         for backward in (False, True) if full or dtype == BF16 else (False,):
             name = f"MultiheadAttention(768, 12) B8 S512 {NAMES[dtype]} {direction(backward)}"
             rows.append(Row("modules", name, partial(module_case, dtype, backward)))
+            name = f"use_for_sdpa, 2 layers of 512, causal B2 S1024 {NAMES[dtype]} {direction(backward)}"
+            rows.append(Row("modules", name, partial(model_case, dtype, backward)))
     rows.append(Row("features", f"fp16 large logits {LARGE_SHAPE} fp16 fwd", large_logits_case))
     return rows

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .base import NO_MASK, And, Mask, MaskArgs, Not, Or, visible_of
 from .blocks import BlockSparse, Dilated, Strided
+from .flex import from_block_mask
 from .positions import Causal, Dense, Documents, Intervals, LeftPadding, Padding, Prefix, Window
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Prefix",
     "Strided",
     "Window",
+    "from_block_mask",
     "lower",
     "visible_of",
 ]
