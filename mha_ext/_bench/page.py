@@ -53,7 +53,7 @@ def _speed_panel(axes: Axes, rows: list[dict[str, Any]], marks: dict[str, str]) 
                 first = c["contender"] in ("mha_ext", "mha_ext.nn")
                 axes.barh(place, c["speed"] - 1, left=1, height=0.7, color=OURS, alpha=1 if first else 0.5)
                 text = f"{c['speed']:.2f}x" if first else f"{c['contender'].removeprefix('mha_ext ')} {c['speed']:.2f}x"
-                where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
+                where: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "size": 8}
                 axes.annotate(text, (max(c["speed"], 1), place), **where, bbox=BEHIND, zorder=4)
             else:
                 mark = marks.setdefault(c["contender"], MARKS[len(marks) % len(MARKS)])

@@ -38,7 +38,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     rows, columns = block_mask.BLOCK_SIZE
     partial = _blocks(block_mask.kv_num_blocks, block_mask.kv_indices, -(-Sk // columns))
     full = torch.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, -(-Sk // columns))
     if block_mask.mask_mod is noop_mask:
         full, partial = full | partial, torch.zeros_like(partial)
@@ -47,7 +47,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     blocks = BlockSparse(in_squares(full | partial), size)
     if not bool(partial.any()):
         return blocks
-    inside = create_mask(block_mask.mask_mod, *partial.shape[:2], Sq, Sk, device=partial.device)
+    B, H = partial.shape[:2]
+    inside = create_mask(block_mask.mask_mod, B, H, Sq, Sk, device=str(partial.device))
     return blocks & Dense(inside | _repeat(full, rows, columns)[..., :Sq, :Sk])
 
 
