@@ -4,6 +4,7 @@ numpy, and the one rule for tolerances.
 The rule: in each row, the error against the fp64 reference may be at most `factor` times the error that torch's own same-dtype code makes in
 that row, plus a rounding floor. The floor is one rounding of the tested dtype and one rounding of the accumulate type per unit of score, both
 relative to the sum of the absolute values of the terms that the result adds up (so it follows cancellation, masks and lengths by itself).
+Below it lies what counts as 0: kernels of other types than fp64 know no denormal numbers.
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ class Truth:
     dtype: torch.dtype
 
 
+def _least(dtype: torch.dtype) -> float:
+    """What counts as 0: the least number of the dtype and, for all but fp64, the least normal one of fp32."""
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    return least if dtype == torch.float64 else max(least, torch.finfo(torch.float32).smallest_normal)
+
+
 def within_rule(name: str, actual: torch.Tensor, truth: Truth, factor: float) -> None:
     exact, dtype = truth.exact, truth.dtype
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
@@ -92,15 +100,15 @@ def within_rule(name: str, actual: torch.Tensor, truth: Truth, factor: float) ->
     if name == "out" and truth.rival is not None and error.numel() >= 64:
         # What is wrong everywhere by little hides below the floor of single rows, but not in the root mean square.
         rms = [t.square().mean().sqrt() for t in (error, rival_error, exact, magnitude)]
-        eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-        limit = factor * rms[1] + eps * rms[2] + torch.finfo(accumulate_dtype(dtype)).eps * rms[3] + tiny * eps
+        eps = torch.finfo(dtype).eps
+        limit = factor * rms[1] + eps * rms[2] + torch.finfo(accumulate_dtype(dtype)).eps * rms[3] + _least(dtype)
         assert rms[0] <= limit, (
             f"{name}: root mean square error {rms[0]:.3g}, torch's is {rms[1]:.3g}, limit {limit:.3g}"
         )
     if error.dim() and name != "lse":
         error, rival_error, magnitude = (t.amax(-1) for t in (error, rival_error, magnitude))
     info, accumulate = torch.finfo(dtype), torch.finfo(accumulate_dtype(dtype))
-    floor = (info.eps + accumulate.eps) * magnitude + info.smallest_normal * info.eps
+    floor = (info.eps + accumulate.eps) * magnitude + _least(dtype)
     if dtype == torch.float64:
         floor = 2 * floor  # the reference itself rounds as much
     bound = factor * rival_error + floor

@@ -1,4 +1,5 @@
-// Products of operands that are packed as whole AMX tiles (amx_operands.h), 32 x 32 sums at a time.
+// Products of operands that are packed as whole AMX tiles (amx_operands.h), 32 x 32 sums at a time in tiles 0 to 3, by
+// rows. Tiles 4 and 5 hold a pair of A, 6 and 7 one of B. The order of instructions is the one that was timed.
 #pragma once
 
 #include "amx_operands.h"
@@ -6,58 +7,101 @@
 
 MHA_ISA_BEGIN
 
-// An operand of such a product: pairs of tiles along k, in planes. A pair makes up 32 rows of A or columns of B.
-struct TilePairs {
-  const HalfTile* tiles;
-  int64_t step, plane;  // tiles from one pair to the next, to the next plane
-  TilePairs from(int64_t pairs) const { return {tiles + pairs * step, step, plane}; }
+// The steps of a product: where a pair of tiles of each operand lies, from the first on.
+struct ProductSteps {
+  int64_t *a, *b;
+  int count;
+  // One step for each pair of tiles along k, for each product of planes.
+  template <int N>
+  void set(int64_t pairs, const TilePairs& a_pairs, const TilePairs& b_pairs, bool all_planes) {
+    count = 0;
+    for_each_product_of_planes<N>(all_planes, [&](int a_plane, int b_plane) {
+      for (int64_t k = 0; k < pairs; ++k) {
+        a[count] = a_plane * a_pairs.plane + k * a_pairs.step;
+        b[count++] = b_plane * b_pairs.plane + k * b_pairs.step;
+      }
+    });
+  }
 };
 
-// The sums lie in tiles 0 to 3, by rows.
-MHA_INLINE void zero_sums() { amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>(); }
-MHA_INLINE void load_sums(const SumTile* c) {
-  amx_load<0>(c, 64), amx_load<1>(c + 1, 64), amx_load<2>(c + 2, 64), amx_load<3>(c + 3, 64);
-}
-MHA_INLINE void store_sums(SumTile* c) {
-  amx_store<0>(c, 64), amx_store<1>(c + 1, 64), amx_store<2>(c + 2, 64), amx_store<3>(c + 3, 64);
+// Whether an operand is wanted in first-level cache after it is loaded.
+enum class Pass { stays, by };
+
+template <int Tile, Pass kPass>
+MHA_INLINE void load_operand(const HalfTile* tile) {
+  kPass == Pass::by ? amx_stream<Tile>(tile, 64) : amx_load<Tile>(tile, 64);
 }
 
-MHA_INLINE void add_pairs(const HalfTile* a, int64_t a_step, const HalfTile* b, int64_t b_step, int64_t pairs) {
-  for (int64_t i = 0; i < pairs; ++i, a += a_step, b += b_step) {
-    amx_load<4>(a, 64);
-    amx_stream<6>(b, 64);
+enum class Begin : uint8_t { zero, load, keep };  // what a product begins with
+
+// Sums that stay in their tiles, complete, until these are needed: each is stored just before it is begun anew, or one
+// by one, as tiles wait for nothing else while four of them are stored at once.
+class TileSums {
+ public:
+  // A step: two tiles of A, a_next tiles apart, by two neighbouring ones of B.
+  template <Begin kBegin, Pass kPass>
+  MHA_INLINE void multiply(const HalfTile* a, int64_t a_next, const HalfTile* b, const SumTile* c = nullptr) {
+    load_operand<6, kPass>(b);
+    load_operand<4, kPass>(a);
+    begin<0, kBegin>(c);
     amx_dot<0, 4, 6>();
-    amx_load<5>(a + 1, 64);
-    amx_dot<2, 5, 6>();
-    amx_stream<7>(b + 1, 64);
+    load_operand<7, kPass>(b + 1);
+    begin<1, kBegin>(c);
     amx_dot<1, 4, 7>();
+    load_operand<5, kPass>(a + a_next);
+    begin<2, kBegin>(c);
+    amx_dot<2, 5, 6>();
+    begin<3, kBegin>(c);
     amx_dot<3, 5, 7>();
+    if (kBegin != Begin::keep) complete_ = nullptr;
   }
-}
-
-// Adds a * b along `pairs` pairs: the products of planes that count, as in amx_block.
-template <int N>
-MHA_INLINE void add_product(const TilePairs& a, const TilePairs& b, int64_t pairs, bool all_planes = false) {
-  for (int both = all_planes ? 2 * (N - 1) : N - 1; both >= 0; --both) {
-    for (int i = std::max(0, both - (N - 1)); i <= std::min(both, N - 1); ++i)
-      add_pairs(a.tiles + i * a.plane, a.step, b.tiles + (both - i) * b.plane, b.step, pairs);
+  MHA_INLINE void complete(SumTile* c) { complete_ = c; }
+  template <int Tile>
+  MHA_INLINE void store_one() {
+    if (complete_) amx_store<Tile>(complete_ + Tile, 64);
+    if (Tile == 3) complete_ = nullptr;
   }
-}
+  MHA_INLINE void store() { store_one<0>(), store_one<1>(), store_one<2>(), store_one<3>(); }
 
-// c (+)= a * b along `pairs` pairs of tiles.
+ private:
+  template <int Tile, Begin kBegin>
+  MHA_INLINE void begin(const SumTile* c) {
+    if (kBegin == Begin::keep) return;
+    if (complete_) amx_store<Tile>(complete_ + Tile, 64);
+    kBegin == Begin::zero ? amx_zero<Tile>() : amx_load<Tile>(c + Tile, 64);
+  }
+  SumTile* complete_ = nullptr;
+};
+
+// c (+)= a * b along `pairs` pairs of tiles, where they are stored at once. B passes by the first-level cache.
 struct TileProduct {
   SumTile* c;  // four, by rows
   bool from_zero;
   TilePairs a, b;
   int64_t pairs;
-  bool all_planes = false;
 };
 
 template <int N>
 MHA_INLINE void multiply(const TileProduct& p) {
-  p.from_zero ? zero_sums() : load_sums(p.c);
-  add_product<N>(p.a, p.b, p.pairs, p.all_planes);
-  store_sums(p.c);
+  SumTile* const c = p.c;
+  if (p.from_zero)
+    amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
+  else
+    amx_load<0>(c, 64), amx_load<1>(c + 1, 64), amx_load<2>(c + 2, 64), amx_load<3>(c + 3, 64);
+  for_each_product_of_planes<N>(false, [&](int a_plane, int b_plane) MHA_INLINE_LAMBDA {
+    const HalfTile *a = p.a.tiles + a_plane * p.a.plane, *b = p.b.tiles + b_plane * p.b.plane;
+    for (int64_t i = 0; i < p.pairs; ++i, a += p.a.step, b += p.b.step) {
+      load_operand<4, Pass::stays>(a);
+      load_operand<6, Pass::by>(b);
+      amx_dot<0, 4, 6>();
+      load_operand<5, Pass::stays>(a + 1);
+      amx_dot<2, 5, 6>();
+      load_operand<7, Pass::by>(b + 1);
+      amx_dot<1, 4, 7>();
+      amx_dot<3, 5, 7>();
+    }
+  });
+  amx_store<0>(c, 64), amx_store<1>(c + 1, 64), amx_store<2>(c + 2, 64), amx_store<3>(c + 3, 64);
 }
 
 MHA_ISA_END

@@ -30,8 +30,8 @@ class AmxBackwardWorker {
   AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<float>& parts,
                     Arena arena)
       : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan) {
-    s_.s_steps.template set<N>(s_.d, s_.k_rows.plane, s_.q_lanes.plane, true);
-    s_.dp_steps.template set<N>(s_.dv_runs, s_.v_rows.plane, s_.dout_lanes.plane, false);
+    s_.s_steps.template set<N>(s_.d, s_.k_rows, s_.q_lanes, true);
+    s_.dp_steps.template set<N>(s_.dv_runs, s_.v_rows, s_.dout_lanes, false);
   }
 
   void run(const BackwardUnit& unit) {
@@ -77,12 +77,12 @@ class AmxBackwardWorker {
     for (int half = 0; half < 2; ++half) {
       const int64_t run = 2 * n + half;
       const int count = std::clamp(rows - half * kRun, 0, kRun);
-      auto pack = [&](const Tensor4& x, const Packed& lanes, const Packed& features, int64_t cols) {
+      auto pack = [&](const Tensor4& x, const TilePairs& lanes, const TilePairs& features, int64_t cols) {
         const void* src = element(first_row(x, p_.dtype, block.rows), p_.dtype, half * kRun * x.stride[2]);
         PackedRun to;
-        to.lanes = lanes.tiles + run * runs(cols) * 2;
-        to.features = features.tiles + run * 2, to.step = s_.query_runs * 2;
-        return pack_run<N>(to, lanes.plane, src, x.stride[2], count, int(cols));
+        to.lanes = lanes.from(run * runs(cols) * 2);
+        to.features = {features.tiles + run * 2, s_.query_runs * 2, features.plane};
+        return pack_run<N>(to, src, x.stride[2], count, int(cols)).not_finite;
       };
       s_.q_left_out[run] = pack(p_.q, s_.q_lanes, s_.q_features, p_.D);
       s_.dout_left_out[run] = pack(p_.dout, s_.dout_lanes, s_.dout_features, p_.Dv);
@@ -99,11 +99,11 @@ class AmxBackwardWorker {
       if (first >= last_key_) break;
       const int keys = int(min64(kRun, last_key_ - first));
       PackedRun k, v;
-      k.rows = s_.k_rows.tiles + run * s_.d * 2;
-      k.down = s_.k_down.tiles + run * 2, k.step = s_.held_runs * 2;
-      v.rows = s_.v_rows.tiles + run * s_.dv_runs * 2;
-      s_.k_left_out[run] = pack_run<N>(k, s_.k_rows.plane, key_row(p_.k, first), p_.k.stride[2], keys, int(p_.D));
-      s_.v_left_out[run] = pack_run<N>(v, s_.v_rows.plane, key_row(p_.v, first), p_.v.stride[2], keys, int(p_.Dv));
+      k.rows = s_.k_rows.from(run * s_.d * 2);
+      k.down = {s_.k_down.tiles + run * 2, s_.held_runs * 2, s_.k_down.plane};
+      v.rows = s_.v_rows.from(run * s_.dv_runs * 2);
+      s_.k_left_out[run] = pack_run<N>(k, key_row(p_.k, first), p_.k.stride[2], keys, int(p_.D)).not_finite;
+      s_.v_left_out[run] = pack_run<N>(v, key_row(p_.v, first), p_.v.stride[2], keys, int(p_.Dv)).not_finite;
     }
   }
 
@@ -177,7 +177,7 @@ class AmxBackwardWorker {
     return !any ? TileKind::none : all ? TileKind::all : TileKind::some;
   }
 
-  void clear(const Packed& x, int64_t pair) {
+  void clear(const TilePairs& x, int64_t pair) {
     for (int n = 0; n < N; ++n) std::memset(x.tiles + n * x.plane + 2 * pair, 0, 2 * sizeof(HalfTile));
   }
 
@@ -226,14 +226,11 @@ class AmxBackwardWorker {
   }
 
   // sum[key][column] += weight[key][query] * row[query][column] for the queries of the runs first .. last of the span.
-  void add_rows(SumTile* sum, const Packed& weight, const Packed& rows, int64_t cols, int first, int last,
+  void add_rows(SumTile* sum, const TilePairs& weight, const TilePairs& rows, int64_t cols, int first, int last,
                 int64_t key_run) {
     for (int64_t c = 0; c < cols; ++c)
-      multiply<N>({sum + 4 * c,
-                   !s_.keys_begun[key_run],
-                   {weight.tiles + 2 * first, 2, weight.plane},
-                   {rows.tiles + (c * s_.query_runs + first_run_ + first) * 2, 2, rows.plane},
-                   last - first});
+      multiply<N>({sum + 4 * c, !s_.keys_begun[key_run], weight.from(2 * first),
+                   rows.from((c * s_.query_runs + first_run_ + first) * 2), last - first});
   }
 
   // dQ^T += K^T dS^T over the span's keys.
@@ -249,11 +246,9 @@ class AmxBackwardWorker {
       }
       uint8_t& begun = s_.dq_begun[first_run_ + q];
       for (int64_t m = 0; m < s_.d; ++m) {
-        multiply<N>({s_.dq + ((first_run_ + q) * s_.d + m) * 4,
-                     !begun,
-                     {s_.k_down.tiles + (m * s_.held_runs + held_ + first) * 2, 2, s_.k_down.plane},
-                     {s_.ds_lanes.tiles + (q * kKeyRuns + first) * 2, 2, s_.ds_lanes.plane},
-                     last - first});
+        multiply<N>({s_.dq + ((first_run_ + q) * s_.d + m) * 4, !begun,
+                     s_.k_down.from((m * s_.held_runs + held_ + first) * 2),
+                     s_.ds_lanes.from((q * kKeyRuns + first) * 2), last - first});
       }
       begun = 1;
     }
@@ -407,7 +402,6 @@ class AmxBackwardWorker {
   const BackwardPlan& plan_;
   const BackwardParts<float>& parts_;
   AmxBackwardScratch<N> s_;
-  FlushDenormals flush_;
   ProductState<Pairs<N>> tiles_;
   bool seen_[kKeyRuns][kRowRuns];  // by runs of keys and of queries
   int64_t held_ = 0;               // the span's first among the runs of keys that are packed

@@ -10,15 +10,9 @@ constexpr int kSpanKeys = 512, kSpanRows = 512;
 constexpr int kKeyRuns = kSpanKeys / kRun, kRowRuns = kSpanRows / kRun, kSpanBlocks = kSpanRows / kMaxRows;
 static_assert(kMaxRows == 2 * kRun && kMaxKeys == 2 * kRun);
 
-// Of an operand, on one side of a product.
-struct Packed {
-  HalfTile* tiles = nullptr;
-  int64_t plane = 0;  // tiles
-};
-
 template <int N>
-inline Packed take_packed(Arena& arena, int64_t pairs) {
-  return {arena.take<HalfTile>(N * pairs * 2), pairs * 2};
+inline TilePairs take_pairs(Arena& arena, int64_t pairs) {
+  return {arena.take<HalfTile>(N * pairs * 2), 2, pairs * 2};
 }
 
 // What one thread works in.
@@ -27,13 +21,13 @@ struct AmxBackwardScratch {
   int64_t blocks, query_runs, d, dv_runs, key_runs;  // d, dv_runs: runs of features
   int64_t held_runs;                                 // of keys that are packed at a time
   QueryBlock<float>* block;
-  Packed q_lanes, dout_lanes, q_features, dout_features;  // of a head
-  Packed k_rows, v_rows, k_down;                          // of a span of keys, or of all where several heads share them
-  Packed p, ds, ds_lanes;          // p, ds: of a run of keys, [queries]; ds_lanes: [queries][keys]
-  SumTile *s, *dp;                 // two of each, four tiles
-  SumTile *dq, *dk, *dv;           // dq: of a head; dk, dv: of the keys of the chunk
-  uint8_t *dq_begun, *keys_begun;  // whether sums hold anything yet
-  uint8_t* keys_held;              // by spans
+  TilePairs q_lanes, dout_lanes, q_features, dout_features;  // of a head
+  TilePairs k_rows, v_rows, k_down;  // of a span of keys, or of all where several heads share them
+  TilePairs p, ds, ds_lanes;         // p, ds: of a run of keys, [queries]; ds_lanes: [queries][keys]
+  SumTile *s, *dp;                   // two of each, four tiles
+  SumTile *dq, *dk, *dv;             // dq: of a head; dk, dv: of the keys of the chunk
+  uint8_t *dq_begun, *keys_begun;    // whether sums hold anything yet
+  uint8_t* keys_held;                // by spans
   uint32_t *q_left_out, *dout_left_out, *k_left_out, *v_left_out;  // of each run, a bit for each row that is not finite
   TileMask<float>* masks;
   float* minus_delta;  // of a head
@@ -48,15 +42,14 @@ struct AmxBackwardScratch {
         key_runs(runs(plan.chunk_keys)),
         held_runs(plan.heads > 1 ? ceil_div(key_runs, kKeyRuns) * kKeyRuns : kKeyRuns) {
     block = arena.take<QueryBlock<float>>(blocks);
-    q_lanes = take_packed<N>(arena, query_runs * d), q_features = take_packed<N>(arena, query_runs * d);
-    dout_lanes = take_packed<N>(arena, query_runs * dv_runs),
-    dout_features = take_packed<N>(arena, query_runs * dv_runs);
-    k_rows = take_packed<N>(arena, held_runs * d), k_down = take_packed<N>(arena, held_runs * d);
-    v_rows = take_packed<N>(arena, held_runs * dv_runs);
+    q_lanes = take_pairs<N>(arena, query_runs * d), q_features = take_pairs<N>(arena, query_runs * d);
+    dout_lanes = take_pairs<N>(arena, query_runs * dv_runs), dout_features = take_pairs<N>(arena, query_runs * dv_runs);
+    k_rows = take_pairs<N>(arena, held_runs * d), k_down = take_pairs<N>(arena, held_runs * d);
+    v_rows = take_pairs<N>(arena, held_runs * dv_runs);
     k_left_out = arena.take<uint32_t>(held_runs), v_left_out = arena.take<uint32_t>(held_runs);
     keys_held = arena.take<uint8_t>(held_runs / kKeyRuns);
-    p = take_packed<N>(arena, kRowRuns), ds = take_packed<N>(arena, kRowRuns);
-    ds_lanes = take_packed<N>(arena, kKeyRuns * kRowRuns);
+    p = take_pairs<N>(arena, kRowRuns), ds = take_pairs<N>(arena, kRowRuns);
+    ds_lanes = take_pairs<N>(arena, kKeyRuns * kRowRuns);
     s = arena.take<SumTile>(2 * 4), dp = arena.take<SumTile>(2 * 4);
     dq = arena.take<SumTile>(query_runs * d * 4);
     dk = arena.take<SumTile>(key_runs * d * 4), dv = arena.take<SumTile>(key_runs * dv_runs * 4);

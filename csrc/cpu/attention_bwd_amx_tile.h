@@ -2,40 +2,11 @@
 // P and score gradients dS as operands of the products that follow.
 #pragma once
 
+#include "amx_exp2.h"
 #include "amx_products.h"
 #include "attention_bwd_tile.h"
 
 MHA_ISA_BEGIN
-
-// While a thread has one, its vector instructions take denormal numbers for 0, as tiles do whatever the settings:
-// results are off by less than 2^-126 for each term, and none of them is hundreds of cycles late.
-class FlushDenormals {
- public:
-  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(before_); }
-  FlushDenormals(const FlushDenormals&) = delete;
-
- private:
-  const unsigned before_;
-};
-
-// 2^x for what is rounded to Planes numbers of bf16: 8e-5 relative for one, 3e-6 for two; 0 at -inf, NaN at NaN.
-template <int Planes>
-MHA_INLINE VecF exp2_for_planes(VecF x) {
-  const VecF f{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // x less floor(x), 0 at infinity
-  VecF q;
-  if constexpr (Planes > 1) {
-    q = fma(set1(0.013534168f), f, set1(0.05201146f));
-    q = fma(q, f, set1(0.24144275f));
-    q = fma(q, f, set1(0.69300383f));
-    q = fma(q, f, set1(1.0000026f));
-  } else {
-    q = fma(set1(0.07802452f), f, set1(0.22606716f));
-    q = fma(q, f, set1(0.69583356f));
-    q = fma(q, f, set1(0.9999252f));
-  }
-  return {_mm512_scalef_ps(q.v, x.v)};  // times 2^floor(x)
-}
 
 // Queries of a run of 32, where they lie in the lanes of the dS that dQ's product takes: dS is interleaved within
 // quarters of a vector. Column `column` of the half's tile.
@@ -49,22 +20,6 @@ struct RowStatistics {
     for (int i = 0; i < 2; ++i) {
       const int r = first + 16 * i;
       minus_lse2[i] = fma(load(block.lse + r), minus_log2e, load(block.lse_rest + r) * minus_log2e);
-    }
-  }
-};
-
-// The steps of a product of 32 keys and 16 queries: where its tiles lie, from the first of each operand on.
-struct ProductSteps {
-  int64_t *a, *b;
-  int count;
-  // One step for each pair of tiles along k, for each product of planes.
-  template <int N>
-  void set(int64_t pairs, int64_t a_plane, int64_t b_plane, bool all_planes) {
-    count = 0;
-    for (int both = all_planes ? 2 * (N - 1) : N - 1; both >= 0; --both) {
-      for (int i = std::max(0, both - (N - 1)); i <= std::min(both, N - 1); ++i) {
-        for (int64_t k = 0; k < 2 * pairs; k += 2) a[count] = i * a_plane + k, b[count++] = (both - i) * b_plane + k;
-      }
     }
   }
 };
@@ -92,10 +47,10 @@ struct ScoreProducts {
     const ProductSteps& steps = kScores ? *s_steps : *dp_steps;
     const HalfTile *a = kScores ? k : v, *b = (kScores ? q : dout) + kHalf;
     for (int n = (steps.count * i + 3) / 4; n < (steps.count * (i + 1) + 3) / 4; ++n) {
-      amx_stream<kB>(b + steps.b[n], 64);
-      amx_load<4>(a + steps.a[n], 64);
+      load_operand<kB, Pass::by>(b + steps.b[n]);
+      load_operand<4, Pass::stays>(a + steps.a[n]);
       amx_dot<kSum, 4, kB>();
-      amx_load<5>(a + steps.a[n] + 1, 64);
+      load_operand<5, Pass::stays>(a + steps.a[n] + 1);
       amx_dot<kSum + 1, 5, kB>();
     }
     if constexpr (kGroup > 0) {

@@ -82,11 +82,6 @@ inline int few_from(const AttentionProblem& p, int64_t h, int64_t first, int row
   return int(min64(rows, max64(0, last_block - (h % plan.heads_per_list * p.Sq + first))));
 }
 
-// The first row of a block; x: query or dout.
-inline const void* first_row(const Tensor4& x, DType type, const RowBlock& block) {
-  return element(x.data, type, block.b * x.stride[0] + block.offset(x.stride, 0));
-}
-
 template <class Unit>
 inline RowsOperand<Unit> load_rows(const Tensor4& x, DType type, const RowBlock& block, int cols, Unit* lanes,
                                    Unit* rows, bool copy) {

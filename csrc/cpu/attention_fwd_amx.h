@@ -18,14 +18,16 @@ MHA_ISA_BEGIN
 template <int N>
 class AmxForwardBlock : AmxRows<N> {
   using Rows = AmxRows<N>;
-  using Rows::kRowsTogether, Rows::any_far_, Rows::rescaled_, Rows::rows_of;
-  using Rows::p_, Rows::rule_, Rows::s_, Rows::k_, Rows::dv_steps_, Rows::sixteenths_;
+  using Rows::kHalf, Rows::kRowsTogether, Rows::any_far_, Rows::rescaled_, Rows::rows_of;
+  using Rows::p_, Rows::rule_, Rows::s_, Rows::kv_, Rows::dv_runs_, Rows::sixteenths_;
   using typename Rows::Cell;
   using typename Rows::Unit;
 
  public:
-  AmxForwardBlock(const AttentionForward& p, void* scratch, const AmxHead& head)
-      : Rows(p, scratch), head_(head), d_steps_(int(steps_of(p.D))), score_steps_(plan_scores()) {}
+  AmxForwardBlock(const AttentionForward& p, void* scratch, const AmxHead<N>& head) : Rows(p, scratch), head_(head) {
+    // An error here is multiplied by the scale, in lse as it is: all products of planes.
+    s_.score_steps.template set<N>(runs(p.D), rows_of_queries(0), {nullptr, 2 * N, 2}, true);
+  }
 
   // next: the block that this thread is likely to take after this one.
   void run(const ForwardPlan::Place& at, const ForwardPlan::Place& next) {
@@ -40,25 +42,74 @@ class AmxForwardBlock : AmxRows<N> {
     Rows::store_rows();
   }
 
+  // The keys that some query sees, unless that is done already.
   void pack_head(int64_t b, int64_t head) {
-    k_ = element(p_.k.data, p_.dtype, b * p_.k.stride[0] + head * p_.k.stride[1]);
-    v_ = element(p_.v.data, p_.dtype, b * p_.v.stride[0] + head * p_.v.stride[1]);
-    AmxHead::State& state = *head_.state;
-    if (state.head == b * p_.Hk + head) return;
-    state.head = b * p_.Hk + head;
-    state.greatest_key = pack_keys<N>(head_.k, k_, p_.dtype, p_.k.stride[2], p_.Sk, int(p_.D));
-    state.left_out = pack_values<N>(head_.v, head_.left_out, v_, p_.dtype, p_.v.stride[2], p_.Sk, int(p_.Dv));
+    kv_ = StoredHead(p_, b, head);
+    typename AmxHead<N>::State& state = *head_.state;
+    if (state.head == kv_.index) return;
+    state = {kv_.index, 0, false};
+    Interval seen{p_.Sk, 0};
+    for (int64_t i = 0; i < p_.Sq; ++i) {
+      const Interval row = row_interval(p_.mask, b, i, p_.Sk);
+      if (row.begin < row.end) seen.begin = min64(seen.begin, row.begin), seen.end = max64(seen.end, row.end);
+    }
+    for (int64_t run = seen.begin / kRun; run * kRun < seen.end; ++run) pack_keys(run);
+    for (int64_t run = seen.begin / kRun; run * kRun < seen.end; ++run) pack_values(run);
   }
 
  private:
+  void pack_keys(int64_t run) {
+    PackedRun to;
+    to.lanes = {head_.k + run * head_.k_run, 2 * N, 2};
+    const KeyRows k = rows_of_run(run, p_.k, p_.D, [&](int64_t j) { return kv_.key(j); });
+    const Seen seen = pack_run<N>(to, k.first, k.stride, k.count, int(p_.D));
+    head_.state->greatest_key = std::max(head_.state->greatest_key, seen.greatest);
+  }
+  void pack_values(int64_t run) {
+    PackedRun to;
+    to.features = {head_.v + run * head_.v_run, 2, 2 * dv_runs_};
+    const KeyRows v = rows_of_run(run, p_.v, p_.Dv, [&](int64_t j) { return kv_.value(j); });
+    head_.left_out[run] = pack_run<N, PairsOf::halves>(to, v.first, v.stride, v.count, int(p_.Dv)).not_finite;
+    head_.state->left_out |= head_.left_out[run] != 0;
+  }
+
+  // A run of keys or values, one stride apart: those that lie in several pages are copied, and what has no page is 0.
+  struct KeyRows {
+    const void* first;
+    int64_t stride;
+    int count;
+  };
+  template <class F>
+  KeyRows rows_of_run(int64_t run, const Tensor4& x, int64_t cols, F row) const {
+    const int64_t first = run * kRun, end = min64(first + kRun, p_.Sk);
+    if (kv_.tile_keys(first, end) == end - first && kv_.has_key(first))
+      return {row(first), x.stride[2], int(end - first)};
+    for (int64_t j = first; j < end; ++j) {
+      uint16_t* to = s_.page_rows + (j - first) * cols;
+      kv_.has_key(j) ? std::memcpy(to, row(j), size_t(cols) * 2) : std::memset(to, 0, size_t(cols) * 2);
+    }
+    return {s_.page_rows, cols, int(end - first)};
+  }
+  // The pages of what is seen must be there.
+  void need_pages(const Cell& cell) const {
+    uint32_t seen = 0;
+    for (int row = 0; row < rows_of(cell.strip); ++row)
+      seen |= Rows::seen(cell.masks, cell.strip, cell.step, row, cell.first_key);
+    for (int j = 0, keys = 0; j < kRun && cell.first_key + j < p_.Sk; j += keys) {
+      keys = kv_.tile_keys(cell.first_key + j, min64(cell.first_key + kRun, p_.Sk));
+      if (seen >> j & first_bits(keys)) kv_.key(cell.first_key + j);
+    }
+  }
+
+  TilePairs rows_of_queries(int strip) const { return {s_.q + strip * N * 2 * runs(p_.D), 2 * N, 2}; }
+
   void load_rows() {
-    int64_t offset[kMaxRows];
-    for (int r = 0; r < s_.block->rows; ++r)
-      offset[r] = s_.block->b * p_.q.stride[0] + s_.block->offset(p_.q.stride, r);
     uint16_t greatest = 0;
     for (int strip = 0; strip < kStrips && rows_of(strip) > 0; ++strip) {
-      greatest = std::max(greatest, pack_queries<N>(s_.q + strip * N * step_bytes(p_.D), p_.q.data, p_.dtype,
-                                                    offset + strip * kStripRows, rows_of(strip), int(p_.D)));
+      PackedRun to;
+      to.rows = rows_of_queries(strip);
+      const void* q = element(first_row(p_.q, p_.dtype, *s_.block), p_.dtype, strip * kStripRows * p_.q.stride[2]);
+      greatest = std::max(greatest, pack_run<N>(to, q, p_.q.stride[2], rows_of(strip), int(p_.D)).greatest);
       started_[strip] = false;
     }
     const uint16_t key = head_.state->greatest_key;
@@ -82,14 +133,15 @@ class AmxForwardBlock : AmxRows<N> {
     const int64_t index = at.b * p_.Hk + at.first_head / group + 1, b = index / p_.Hk, head = index % p_.Hk;
     const int64_t shares = group * ((p_.Sq + kMaxRows - 1) / kMaxRows);
     const int64_t share = at.first_head % group * (shares / group) + at.first / kMaxRows;
-    const int64_t first = p_.Sk * share / shares, keys = b < p_.B ? p_.Sk * (share + 1) / shares - first : 0;
+    const int64_t first = p_.Sk * share / shares,
+                  keys = b < p_.B && !p_.store.table ? p_.Sk * (share + 1) / shares - first : 0;
     ahead_[2] = ahead_[3] = Ahead();
     if (keys > 0) {
       ahead_[2] = rows_at(p_.k, b, head, first, keys, p_.D);
       ahead_[3] = rows_at(p_.v, b, head, first, keys, p_.Dv);
     }
     const int64_t keys_seen = s_.block->any_end - s_.block->any_begin;
-    const int64_t chunks = max64(1, keys_seen * s_.block->rows / (kStep * kRowsTogether));
+    const int64_t chunks = max64(1, keys_seen * s_.block->rows / (kRun * kRowsTogether));
     ahead_row_ = 0, ahead_rows_ = std::max(std::max(next.rows, at.rows), int(keys));
     ahead_step_ = int((ahead_rows_ + chunks - 1) / chunks);
   }
@@ -102,54 +154,39 @@ class AmxForwardBlock : AmxRows<N> {
 
   // ---- products
 
-  int plan_scores() {
-    // An error here is multiplied by the scale, in lse as it is: all products of planes, the smallest first.
-    int n = 0;
-    for (int both = 2 * (N - 1); both >= 0; --both) {
-      for (int i = std::max(0, both - N + 1); i <= std::min(both, N - 1); ++i) {
-        for (int d = 0; d < d_steps_; ++d)
-          s_.score_steps[n++] = {(d * N + i) * 2 * kTileBytes, (d * N + both - i) * 2 * kTileBytes};
-      }
-    }
-    return n;
-  }
-
   // The steps first .. last of a cell's scores.
   MHA_INLINE void multiply_scores(const Cell& cell, int first, int last) {
-    const char* a = s_.q + cell.strip * N * step_bytes(p_.D);
-    const char* b = head_.k + cell.first_key / kStep * N * step_bytes(p_.D);
+    const HalfTile *a = rows_of_queries(cell.strip).tiles, *b = head_.k + cell.first_key / kRun * head_.k_run;
+    const ProductSteps steps = s_.score_steps;
     for (int n = first; n < last; ++n) {
-      const ScoreStep step = s_.score_steps[n];
       if (n == 0)
-        sums_.template multiply<Sums::zero, false>(a + step.a, kTileBytes, b + step.b);
+        sums_.template multiply<Begin::zero, Pass::stays>(a + steps.a[n], 1, b + steps.b[n]);
       else
-        sums_.template multiply<Sums::keep, false>(a + step.a, kTileBytes, b + step.b);
-      if (n + 1 == score_steps_) sums_.complete(s_.score + cell.buffer * 4 * kTileBytes);
+        sums_.template multiply<Begin::keep, Pass::stays>(a + steps.a[n], 1, b + steps.b[n]);
+      if (n + 1 == steps.count) sums_.complete(s_.score + cell.buffer * 4);
     }
   }
 
   // Adds a unit's weights times values.
   void multiply_values(const Unit& u) {
-    for (int d = 0; d < dv_steps_; ++d) {
+    for (int d = 0; d < dv_runs_; ++d) {
       for (int strip = 0; strip < kStrips; ++strip) {
         if (u.begin[strip] >= u.end[strip]) continue;
-        char* c = s_.out + (strip * dv_steps_ + d) * 4 * kTileBytes;
+        SumTile* c = s_.out + (strip * dv_runs_ + d) * 4;
         bool begun = false;
-        for (int both = N - 1; both >= 0; --both) {
-          for (int i = 0; i <= both; ++i) {
-            const char* a = s_.weight + (strip * N + i) * 2 * kUnitSteps * kTileBytes;
-            const char* b = head_.v + (u.first_key / kStep * N + both - i) * step_bytes(p_.Dv) + d * 2 * kTileBytes;
-            for (int step = u.begin[strip]; step < u.end[strip]; ++step, begun = true) {
-              const char *at = a + step * kTileBytes, *bt = b + step * N * step_bytes(p_.Dv);
-              if (begun)
-                sums_.template multiply<Sums::keep, true>(at, kUnitSteps * kTileBytes, bt);
-              else if (started_[strip])
-                sums_.template multiply<Sums::load, true>(at, kUnitSteps * kTileBytes, bt, c);
-              else
-                sums_.template multiply<Sums::zero, true>(at, kUnitSteps * kTileBytes, bt);
-            }
+        for_each_product_of_planes<N>(false, [&](int weight_plane, int value_plane) MHA_INLINE_LAMBDA {
+          const HalfTile* a = s_.weight + (strip * N + weight_plane) * 2 * kUnitRuns;
+          const HalfTile* b = head_.v + u.first_key / kRun * head_.v_run + value_plane * 2 * dv_runs_ + d * 2;
+          for (int step = u.begin[strip]; step < u.end[strip]; ++step, begun = true) {
+            const HalfTile *at = a + step, *bt = b + step * head_.v_run;
+            if (begun)
+              sums_.template multiply<Begin::keep, Pass::by>(at, kUnitRuns, bt);
+            else if (started_[strip])
+              sums_.template multiply<Begin::load, Pass::by>(at, kUnitRuns, bt, c);
+            else
+              sums_.template multiply<Begin::zero, Pass::by>(at, kUnitRuns, bt);
           }
-        }
+        });
         sums_.complete(c);
       }
     }
@@ -182,7 +219,7 @@ class AmxForwardBlock : AmxRows<N> {
         const int64_t end = min64(some_[strip].end - next_key_, kUnitKeys);
         u.begin[strip] = u.end[strip] = 0;
         if (begin >= end) continue;
-        u.begin[strip] = int(begin / kStep), u.end[strip] = int(steps_of(end));
+        u.begin[strip] = int(begin / kRun), u.end[strip] = int(runs(end));
         any = true;
       }
       if (any && s_.masks) {
@@ -199,11 +236,13 @@ class AmxForwardBlock : AmxRows<N> {
 
   int cells_of(const Unit& u, Cell* cell) {
     int n = 0;
-    for (int step = 0; step < kUnitSteps; ++step) {
+    for (int step = 0; step < kUnitRuns; ++step) {
       for (int strip = 0; strip < kStrips; ++strip) {
         if (step < u.begin[strip] || step >= u.end[strip]) continue;
-        const Cell next{strip, step, cells_ % 2, u.first_key + step * kStep, u.masks};
-        if (next.kind() != TileKind::none) cell[n++] = next, ++cells_;
+        const Cell next{strip, step, cells_ % 2, u.first_key + step * kRun, u.masks};
+        if (next.kind() == TileKind::none) continue;
+        if (p_.store.table) need_pages(next);
+        cell[n++] = next, ++cells_;
       }
     }
     return n;
@@ -213,10 +252,10 @@ class AmxForwardBlock : AmxRows<N> {
     look_at_strips();
     next_key_ = s_.block->any_begin / kUnitKeys * kUnitKeys, cells_ = units_ = 0;
     Unit now{}, next{};
-    Cell cells[2][kUnitSteps * kStrips];
+    Cell cells[2][kUnitRuns * kStrips];
     if (!next_unit(now)) return;
     int count = cells_of(now, cells[0]);
-    multiply_scores(cells[0][0], 0, score_steps_);
+    multiply_scores(cells[0][0], 0, s_.score_steps.count);
     sums_.store();
     for (int side = 0;; side ^= 1) {
       const bool has_next = next_unit(next);
@@ -239,8 +278,8 @@ class AmxForwardBlock : AmxRows<N> {
       for (int step = u.begin[strip]; step < u.end[strip]; ++step) {
         if (u.masks->kind[strip][step] != TileKind::none) continue;
         for (int plane = 0; plane < N; ++plane) {
-          for (int row = 0; row < kStripRows; row += kAmx)
-            std::memset(Rows::weights(strip, row, step, plane), 0, kTileBytes);
+          for (int row = 0; row < kStripRows; row += 16)
+            std::memset(Rows::weights(strip, row, step, plane), 0, sizeof(HalfTile));
         }
       }
     }
@@ -255,27 +294,27 @@ class AmxForwardBlock : AmxRows<N> {
     }
     const bool all = cell.masks
                          ? cell.kind() == TileKind::all
-                         : all_[cell.strip].begin <= cell.first_key && cell.first_key + kStep <= all_[cell.strip].end;
+                         : all_[cell.strip].begin <= cell.first_key && cell.first_key + kRun <= all_[cell.strip].end;
     if (!all || !bounded_) Rows::hide(cell);
     if (Rows::unset_[cell.strip]) Rows::first_bases(cell);
     const Weigher weigher(rule_.exponent, sixteenths_);
     __m512i large = _mm512_setzero_si512();
     auto weigh_rows = [&](int row) MHA_INLINE_LAMBDA {
       const float* x = Rows::scores(cell, row);
-      char* to = Rows::weights(cell.strip, row, cell.step, 0);
+      bf16* to = Rows::weights(cell.strip, row, cell.step, 0);
       float *sum = s_.sum + (first + row) * 16, *base = s_.base + first + row;
       repeat<kRowsTogether>([&](int i) MHA_INLINE_LAMBDA {
         const __m512 after =
-            Rows::weigh(weigher, x + i * 16, to + i * 64, _mm512_set1_ps(base[i]), _mm512_load_ps(sum + i * 16));
+            Rows::weigh(weigher, x + i * 16, to + i * 32, _mm512_set1_ps(base[i]), _mm512_load_ps(sum + i * 16));
         _mm512_store_ps(sum + i * 16, after);
         large = _mm512_or_si512(large, _mm512_castps_si512(after));
       });
     };
     // Early, so that sums are complete when they are stored, and stored well before they are read.
-    const int steps = next ? score_steps_ : 0;
+    const int steps = next ? s_.score_steps.count : 0;
     int step = 0;
     constexpr int kChunks = kStripRows / kRowsTogether;
-    in_order<kChunks>([&](auto chunk) MHA_INLINE_LAMBDA {
+    repeat<kChunks>([&](int chunk) MHA_INLINE_LAMBDA {
       const int until = chunk < 3 ? (steps * (chunk + 1) + 2) / 3 : steps;
       if (step < until) multiply_scores(*next, step, until), step = until;
       if (chunk == 4) sums_.template store_one<0>();
@@ -293,11 +332,11 @@ class AmxForwardBlock : AmxRows<N> {
   void rescale() {
     for (int strip = 0; strip < kStrips; ++strip) {
       if (!started_[strip]) continue;
-      for (int d = 0; d < dv_steps_; ++d) {
+      for (int d = 0; d < dv_runs_; ++d) {
         for (int row = 0; row < rows_of(strip); ++row) {
           const __m512 factor = _mm512_set1_ps(s_.factor[strip * kStripRows + row]);
           for (int half = 0; half < 2; ++half) {
-            float* x = Rows::outputs(strip, row, d) + half * kTileBytes / 4;
+            float* x = Rows::outputs(strip, row, d) + half * kHalf;
             _mm512_store_ps(x, _mm512_mul_ps(_mm512_load_ps(x), factor));
           }
         }
@@ -309,21 +348,21 @@ class AmxForwardBlock : AmxRows<N> {
   void add_left_out(const Unit& u) {
     for (int strip = 0; strip < kStrips; ++strip) {
       for (int step = u.begin[strip]; step < u.end[strip]; ++step) {
-        for (uint32_t keys = head_.left_out[u.first_key / kStep + step]; keys; keys &= keys - 1)
+        for (uint32_t keys = head_.left_out[u.first_key / kRun + step]; keys; keys &= keys - 1)
           add_left_out(u, strip, step, __builtin_ctz(keys));
       }
     }
   }
   void add_left_out(const Unit& u, int strip, int step, int j) {
-    const int64_t first = u.first_key + step * kStep;
-    const void* v = element(v_, p_.dtype, (first + j) * p_.v.stride[2]);
+    const int64_t first = u.first_key + step * kRun;
+    const void* v = kv_.value(first + j);
     for (int row = 0; row < rows_of(strip); ++row) {
       if (!(Rows::seen(u.masks, strip, step, row, first) >> j & 1)) continue;
       float weight = 0;
       for (int plane = 0; plane < N; ++plane)
-        weight += widen(reinterpret_cast<const bf16*>(Rows::weights(strip, row, step, plane))[j % kAmx * 2 + j / kAmx]);
+        weight += widen(Rows::weights(strip, row, step, plane)[j % 16 * 2 + j / 16]);
       for (int d = 0; d < p_.Dv; d += 16) {
-        float line[16], *x = Rows::outputs(strip, row, d / kStep) + d % kStep / kAmx * kTileBytes / 4;
+        float line[16], *x = Rows::outputs(strip, row, d / kRun) + d % kRun / 16 * kHalf;
         const int n = int(min64(16, p_.Dv - d));
         copy_rows(line, 16, element(v, p_.dtype, d), p_.dtype, 0, 1, n);
         for (int i = 0; i < n; ++i) x[i] += weight * line[i];
@@ -331,11 +370,9 @@ class AmxForwardBlock : AmxRows<N> {
     }
   }
 
-  const AmxHead head_;
-  const int d_steps_, score_steps_;
+  const AmxHead<N> head_;
   AmxTiles tiles_;
   TileSums sums_;
-  const void* v_ = nullptr;
   bool finite_ = false, bounded_ = false;  // all queries and keys; their products
   bool started_[kStrips] = {};
   Interval some_[kStrips], all_[kStrips];  // keys that some rows of a strip see, and that all see

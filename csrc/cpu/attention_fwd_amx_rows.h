@@ -1,9 +1,10 @@
 // The rows of a block in AMX forward: from scores to weights, what each row's weights are relative to, and its results.
 #pragma once
 
-#include "amx_sums.h"
+#include "amx_exp2.h"
 #include "attention_fwd_amx_space.h"
 #include "finite_rows.h"
+#include "stored_head.h"
 
 MHA_ISA_BEGIN
 
@@ -17,7 +18,9 @@ class AmxRows {
   // A row with scores beyond this many powers of two is far: one of them is subtracted from all before anything else,
   // so that equal ones have equal weights.
   static constexpr float kFar = 1 << 20;
-  static constexpr int kRowsTogether = 4;  // in registers
+  static constexpr int kRowsTogether = 4;                        // in registers
+  static constexpr int kHalf = sizeof(SumTile) / sizeof(float);  // from 16 columns of sums to the next 16
+  static constexpr int kHalfTile = sizeof(HalfTile) / sizeof(bf16);
 
   struct Unit {
     int64_t first_key;
@@ -32,11 +35,7 @@ class AmxRows {
   };
 
   AmxRows(const AttentionForward& p, void* scratch)
-      : p_(p),
-        rule_(p),
-        s_(p, scratch),
-        dv_steps_(int(steps_of(p.Dv))),
-        hidden_(-8e37f / std::max(1.0f, rule_.exponent)) {
+      : p_(p), rule_(p), s_(p, scratch), dv_runs_(int(runs(p.Dv))), hidden_(-8e37f / std::max(1.0f, rule_.exponent)) {
     for (int i = 0; i < 16; ++i) sixteenths_[i] = float(std::exp2(i / 16.0) * double(N == 1 ? kRaised : 1.0f));
   }
 
@@ -56,13 +55,9 @@ class AmxRows {
 
   // ---- scores
 
-  float* scores(const Cell& cell, int row) const {
-    return reinterpret_cast<float*>(s_.score + cell.buffer * 4 * kTileBytes + row / kAmx * 2 * kTileBytes +
-                                    row % kAmx * kAmxRowBytes);
-  }
-  char* weights(int strip, int row, int step, int plane) const {
-    return s_.weight + (((strip * N + plane) * 2 + row / kAmx) * kUnitSteps + step) * kTileBytes +
-           row % kAmx * kAmxRowBytes;
+  float* scores(const Cell& cell, int row) const { return s_.score[cell.buffer * 4 + row / 16 * 2].x[row % 16]; }
+  bf16* weights(int strip, int row, int step, int plane) const {
+    return s_.weight[((strip * N + plane) * 2 + row / 16) * kUnitRuns + step].x[row % 16];
   }
 
   // Bit j: whether row r of the block, one of the strip, sees key first + j, in that step.
@@ -77,10 +72,10 @@ class AmxRows {
 
   // What a unit's rows see of the steps begin .. end, which are cut down to those of which some see something.
   void look_at_cells(CellMasks* masks, Unit& u) const {
-    constexpr int kWords = kUnitSteps / 2;
+    constexpr int kWords = kUnitRuns / 2;
     const Mask& m = p_.mask;
     const int begin_step =
-        std::min(u.begin[0] < u.end[0] ? u.begin[0] : kUnitSteps, u.begin[1] < u.end[1] ? u.begin[1] : kUnitSteps);
+        std::min(u.begin[0] < u.end[0] ? u.begin[0] : kUnitRuns, u.begin[1] < u.end[1] ? u.begin[1] : kUnitRuns);
     const int first_word = begin_step / 2, last_word = (std::max(u.end[0], u.end[1]) + 1) / 2;
     static_assert(kStrips == 2);
     auto seen_by = [&](int r) { return masks->seen[r / kStripRows][r % kStripRows]; };
@@ -130,27 +125,29 @@ class AmxRows {
     for (int row = 0; row < rows_of(cell.strip); ++row) {
       const uint32_t bits = seen(cell.masks, cell.strip, cell.step, row, cell.first_key);
       for (int half = 0; half < 2; ++half) {
-        float* x = scores(cell, row) + half * kTileBytes / 4;
+        float* x = scores(cell, row) + half * kHalf;
         // What is seen keeps NaN, and comes up from -inf.
         _mm512_store_ps(x, _mm512_mask_max_ps(hidden, __mmask16(bits >> 16 * half), hidden, _mm512_load_ps(x)));
       }
     }
   }
 
-  // Products of planes make NaN of an infinite number times a plane that is 0.
+  // Products of planes make NaN of an infinite number times a plane that is 0. (Keys without a page nobody sees.)
   void repair(const Cell& cell) {
-    const int keys = int(min64(kStep, p_.Sk - cell.first_key));
-    auto key = [&](int j) { return element(k_, p_.dtype, (cell.first_key + j) * p_.k.stride[2]); };
-    bool finite_k[kStep], all = true;
-    for (int j = 0; j < keys; ++j) all &= finite_k[j] = all_finite<float>(key(j), p_.dtype, 0, 1, int(p_.D));
+    const int keys = int(min64(kRun, p_.Sk - cell.first_key));
+    uint32_t there = 0, finite_k = 0;  // a bit for each key
+    for (int j = 0; j < keys; ++j) {
+      if (!kv_.has_key(cell.first_key + j)) continue;
+      there |= 1u << j;
+      finite_k |= uint32_t(all_finite<float>(kv_.key(cell.first_key + j), p_.dtype, 0, 1, int(p_.D))) << j;
+    }
     for (int row = 0; row < rows_of(cell.strip); ++row) {
       const int r = cell.strip * kStripRows + row;
       const void* q = element(p_.q.data, p_.dtype, s_.block->b * p_.q.stride[0] + s_.block->offset(p_.q.stride, r));
       const bool finite_q = all_finite<float>(q, p_.dtype, 0, 1, int(p_.D));
-      if (finite_q && all) continue;
-      for (int j = 0; j < keys; ++j) {
-        if (finite_q && finite_k[j]) continue;
-        scores(cell, row)[j / kAmx * kTileBytes / 4 + j % kAmx] = dot_product(q, key(j));
+      for (uint32_t left = finite_q ? there & ~finite_k : there; left; left &= left - 1) {
+        const int j = __builtin_ctz(left);
+        scores(cell, row)[j / 16 * kHalf + j % 16] = dot_product(q, kv_.key(cell.first_key + j));
       }
     }
   }
@@ -168,7 +165,7 @@ class AmxRows {
   // The greatest score of a row in a cell, or NaN where there is one.
   float greatest(const Cell& cell, int row) const {
     const float* x = scores(cell, row);
-    const __m512 low = _mm512_load_ps(x), high = _mm512_load_ps(x + kTileBytes / 4);
+    const __m512 low = _mm512_load_ps(x), high = _mm512_load_ps(x + kHalf);
     if (_mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q)) return std::numeric_limits<float>::quiet_NaN();
     return std::max(hidden_, _mm512_reduce_max_ps(_mm512_max_ps(low, high)));
   }
@@ -181,7 +178,7 @@ class AmxRows {
       VecF x[16];
       for (int i = 0; i < 16; ++i) {
         const float* score = scores(cell, row + i);
-        x[i] = max(load(score), load(score + kTileBytes / 4));
+        x[i] = max(load(score), load(score + kHalf));
       }
       transpose_block(x);
       for (int half = 8; half > 0; half /= 2) {
@@ -199,19 +196,19 @@ class AmxRows {
   void subtract(const Cell& cell, int row, float far) {
     if (far == 0) return;
     for (int half = 0; half < 2; ++half) {
-      float* x = scores(cell, row) + half * kTileBytes / 4;
+      float* x = scores(cell, row) + half * kHalf;
       const VecF old = load(x);  // what is hidden stays so
       store(x, select(less_equal(old, set1(hidden_)), old, max(set1(hidden_), old - set1(far))));
     }
   }
 
   // Weights of a row of a cell, against base; adds them to sum.
-  static MHA_INLINE __m512 weigh(const Weigher& weigher, const float* x, char* to, __m512 base, __m512 sum) {
-    const __m512 low = weigher(_mm512_load_ps(x), base), high = weigher(_mm512_load_ps(x + kTileBytes / 4), base);
+  static MHA_INLINE __m512 weigh(const Weigher& weigher, const float* x, bf16* to, __m512 base, __m512 sum) {
+    const __m512 low = weigher(_mm512_load_ps(x), base), high = weigher(_mm512_load_ps(x + kHalf), base);
     store_weights(to, low, high);
     return _mm512_add_ps(sum, _mm512_add_ps(low, high));
   }
-  static MHA_INLINE void store_weights(char* to, __m512 low, __m512 high) {
+  static MHA_INLINE void store_weights(bf16* to, __m512 low, __m512 high) {
     __m512i a = _mm512_castps_si512(low), b = _mm512_castps_si512(high);
     _mm512_store_si512(to, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a, 16), b));
     if constexpr (N > 1) {
@@ -221,7 +218,7 @@ class AmxRows {
         return _mm512_add_epi32(_mm512_castps_si512(left), half);
       };
       a = rest(low, a), b = rest(high, b);
-      _mm512_store_si512(to + 2 * kUnitSteps * kTileBytes,
+      _mm512_store_si512(to + 2 * kUnitRuns * kHalfTile,
                          _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a, 16), b));
     }
   }
@@ -254,8 +251,8 @@ class AmxRows {
     _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), factor));
     for (int step = u.begin[cell.strip]; step <= cell.step; ++step) {
       for (int plane = 0; plane < N; ++plane) {
-        bf16* weight = reinterpret_cast<bf16*>(weights(cell.strip, row, step, plane));
-        for (int j = 0; j < kStep; j += 16) store(weight + j, {_mm512_mul_ps(load(weight + j).v, factor)});
+        bf16* weight = weights(cell.strip, row, step, plane);
+        for (int j = 0; j < kRun; j += 16) store(weight + j, {_mm512_mul_ps(load(weight + j).v, factor)});
       }
     }
   }
@@ -284,8 +281,7 @@ class AmxRows {
   // ---- results
 
   float* outputs(int strip, int row, int d) const {
-    return reinterpret_cast<float*>(s_.out + (strip * dv_steps_ + d) * 4 * kTileBytes + row / kAmx * 2 * kTileBytes +
-                                    row % kAmx * kAmxRowBytes);
+    return s_.out[(strip * dv_runs_ + d) * 4 + row / 16 * 2].x[row % 16];
   }
 
   void store_rows() {
@@ -348,15 +344,15 @@ class AmxRows {
   }
   template <class S>
   void store_row(S* out, int r, float inverse, bool empty) {
-    const char* x = reinterpret_cast<const char*>(outputs(r / kStripRows, r % kStripRows, 0));
+    const float* x = outputs(r / kStripRows, r % kStripRows, 0);
     const VecF factor = set1(inverse);
     const VecMask<float> keep{__mmask16(empty ? 0 : 0xFFFF)};
-    for (int d = 0; d < p_.Dv; d += kStep, x += 4 * kTileBytes) {
+    for (int d = 0; d < p_.Dv; d += kRun, x += 4 * kHalf) {
       VecF low, high;
-      low.v = _mm512_maskz_mul_ps(keep.m, load(reinterpret_cast<const float*>(x)).v, factor.v);
-      high.v = _mm512_maskz_mul_ps(keep.m, load(reinterpret_cast<const float*>(x + kTileBytes)).v, factor.v);
-      const int n = int(min64(kStep, p_.Dv - d));
-      if (n == kStep) {
+      low.v = _mm512_maskz_mul_ps(keep.m, load(x).v, factor.v);
+      high.v = _mm512_maskz_mul_ps(keep.m, load(x + kHalf).v, factor.v);
+      const int n = int(min64(kRun, p_.Dv - d));
+      if (n == kRun) {
         store_line(out + d, low, high);
       } else {
         store_n(out + d, low, n);
@@ -371,12 +367,11 @@ class AmxRows {
 
   const AttentionForward& p_;
   const ScoreRule<float> rule_;
-  const AmxForwardScratch<N> s_;
-  const int dv_steps_;
+  AmxForwardScratch<N> s_;
+  const int dv_runs_;
   const float hidden_;  // less than scores are; finite as an exponent, too
   alignas(64) float sixteenths_[16];
-  NoDenormals no_denormals_;
-  const void* k_ = nullptr;
+  StoredHead kv_;
   bool rescaled_ = false;
   bool any_far_[kStrips] = {};
   uint32_t unset_[kStrips] = {};  // rows without a base

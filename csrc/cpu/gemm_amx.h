@@ -58,11 +58,19 @@ MHA_INLINE void store_part(float* dst, int64_t ld, int rows, int cols, AmxPad& p
   }
 }
 
+// Calls f(plane of A, plane of B) for the products of planes that are made, from the smallest on: all, or those whose
+// planes' numbers add up to less than Planes.
+template <int Planes, class F>
+MHA_INLINE void for_each_product_of_planes(bool all, F f) {
+  constexpr int kLast = Planes - 1;
+  for (int both = all ? 2 * kLast : kLast; both >= 0; --both) {
+    for (int a_plane = std::max(0, both - kLast); a_plane <= std::min(both, kLast); ++a_plane)
+      f(a_plane, both - a_plane);
+  }
+}
+
 // C's tiles are 0 to 3, two loads of A (4, 5) and two of B (6, 7) make four products. rows and cols are what is left of
 // C from (m, n) on: more than 16 with two tiles down (Down == 2) and across.
-//
-// Products of planes are made from the smallest on; unless all are asked for, those whose planes' numbers add up to
-// less than Planes.
 template <int Planes, int Down, int Across>
 inline void amx_block(const GemmArgs<Pairs<Planes>>& g, int m, int n, int rows, int cols) {
   AmxPad pad;
@@ -91,11 +99,7 @@ inline void amx_block(const GemmArgs<Pairs<Planes>>& g, int m, int n, int rows, 
       }
     }
   };
-  constexpr int kLast = Planes - 1;
-  for (int both = g.plane.all ? 2 * kLast : kLast; both >= 0; --both) {
-    for (int a_plane = std::max(0, both - kLast); a_plane <= std::min(both, kLast); ++a_plane)
-      add_product(a_plane, both - a_plane);
-  }
+  for_each_product_of_planes<Planes>(g.plane.all, add_product);
   for_each_tile([&]<int Tile>(float* at, int down, int across) { store_part<Tile>(at, g.ldc, down, across, pad); });
 }
 

@@ -21,20 +21,20 @@ MHA_ISA_BEGIN
 constexpr Kernels table(const char* isa) {
   Kernels k{};
   k.isa = isa;
-  k.attention_fwd = attention_fwd;
+  k.attention_fwd = flushing<attention_fwd>;
   k.attention_fwd_workspace = attention_fwd_workspace;
-  k.attention_bwd = attention_bwd;
+  k.attention_bwd = flushing<attention_bwd>;
   k.attention_bwd_workspace = attention_bwd_workspace;
-  k.attention_mixed_fwd = attention_mixed_fwd;
+  k.attention_mixed_fwd = flushing<attention_mixed_fwd>;
   k.attention_mixed_fwd_workspace = attention_mixed_fwd_workspace;
-  k.attention_mixed_bwd = attention_mixed_bwd;
+  k.attention_mixed_bwd = flushing<attention_mixed_bwd>;
   k.attention_mixed_bwd_workspace = attention_mixed_bwd_workspace;
   k.attention_plan = attention_plan;
   k.attention_mixed_plan = attention_mixed_plan;
-  k.masked_softmax_fwd = masked_softmax_fwd;
-  k.masked_softmax_bwd = masked_softmax_bwd;
-  k.split_heads = split_heads;
-  k.merge_heads = merge_heads;
+  k.masked_softmax_fwd = flushing<masked_softmax_fwd>;
+  k.masked_softmax_bwd = flushing<masked_softmax_bwd>;
+  k.split_heads = flushing<split_heads>;
+  k.merge_heads = flushing<merge_heads>;
   k.dropout_mask = dropout_mask;
   return k;
 }

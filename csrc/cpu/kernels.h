@@ -12,6 +12,7 @@ struct Threads {
   // Calls body(context, thread) once for each thread in [0, count), possibly at the same time. Kernels share out their
   // tasks among the threads by for_each_task. An exception in body reaches the caller of run.
   void (*run)(int count, void (*body)(void* context, int thread), void* context) = nullptr;
+  bool flush_denormals = true;  // see denormals.h; never in kernels of double
 };
 
 struct AttentionPlan {

@@ -16,6 +16,11 @@ MHA_INLINE int units(int k) {
   return (k + kUnitK<Unit> - 1) / kUnitK<Unit>;
 }
 
+// The first row of a block; x: of queries.
+inline const void* first_row(const Tensor4& x, DType type, const RowBlock& block) {
+  return element(x.data, type, block.b * x.stride[0] + block.offset(x.stride, 0));
+}
+
 // An A operand of gemm.
 template <class Unit>
 struct Broadcast {

@@ -1,6 +1,8 @@
 // Sharing out tasks among threads, and scratch memory.
 #pragma once
 
+#include "denormals.h"
+
 MHA_ISA_BEGIN
 
 // What a thread begins with: the t-th of equal runs, so that neighbours stay together; or tasks dealt out in turn,
@@ -19,9 +21,10 @@ void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Sha
   constexpr int kMostRuns = 64;
   struct Shared {
     F& f;
+    bool flush_denormals;
     int runs, step;  // a run takes every step-th task
     Run run[kMostRuns];
-  } shared{f, int(min64(min64(threads.count, tasks), kMostRuns)), 1, {}};
+  } shared{f, threads.flush_denormals, int(min64(min64(threads.count, tasks), kMostRuns)), 1, {}};
   const bool dealt = share == Share::dealt;
   if (dealt) shared.step = shared.runs;
   for (int i = 0; i < shared.runs; ++i) {
@@ -30,6 +33,7 @@ void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Sha
   }
   auto body = [](void* context, int thread) {
     Shared& s = *static_cast<Shared*>(context);
+    const FlushDenormals flush(s.flush_denormals);
     for (int i = 0; i < s.runs; ++i) {
       Run& run = s.run[(thread + i) % s.runs];
       for (int64_t task; (task = run.next.fetch_add(s.step, std::memory_order_relaxed)) < run.end;) s.f(task, thread);

@@ -33,10 +33,11 @@ class StoredHead {
   }
   const void* key(int64_t j) const { return row(k_, p_->k.stride, j); }
   const void* value(int64_t j) const { return row(v_, p_->v.stride, j); }
+  bool has_key(int64_t j) const { return !table_ || is_page(table_[j / p_->store.page_size]); }
   // Where a key that may be there would lie: to be fetched, not read.
   const void* likely_key(int64_t j) const {
     if (table_ && j >= p_->Sk) return k_;
-    if (table_ && !is_page(table_[j / p_->store.page_size])) return k_;
+    if (!has_key(j)) return k_;
     return key(j);
   }
 

@@ -57,11 +57,13 @@ MHA_INLINE VecF copysign(VecF a, VecF sign) {
   __m256 top = _mm256_set1_ps(-0.0f);
   return {_mm256_or_ps(_mm256_andnot_ps(top, a.v), _mm256_and_ps(top, sign.v))};
 }
-// a * 2^n for integral n; 0 below the normal range and, whatever they are, where not to keep.
+// a * 2^n for integral n of the normal range or NaN; 0, whatever they are, where not to keep: the product is one with
+// 0.
 MHA_INLINE VecF scale_pow2(VecF a, VecF n, VecMask<float> keep) {
-  __m256i exponent = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), n.v));
+  __m256i exponent = _mm256_cvtps_epi32(n.v);
   exponent = _mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23);
-  return {_mm256_and_ps(_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent)), keep.m)};
+  const __m256 power = _mm256_and_ps(_mm256_castsi256_ps(exponent), keep.m);
+  return {_mm256_and_ps(_mm256_mul_ps(a.v, power), keep.m)};
 }
 MHA_INLINE VecMask<float> less(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)}; }
 MHA_INLINE VecMask<float> not_less(VecF a, VecF b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_NLT_UQ)}; }

@@ -119,10 +119,11 @@ MHA_INLINE VecF copysign(VecF a, VecF sign) {
   return {Float4((Int4(a.v) & ~top) | (Int4(sign.v) & top))};
 }
 MHA_INLINE VecMask<float> not_less(VecF a, VecF b) { return {~(a.v < b.v)}; }
-// a * 2^n for integral n; 0 below the normal range and, whatever they are, where not to keep.
+// a * 2^n for integral n of the normal range or NaN; 0, whatever they are, where not to keep: the product is one with
+// 0.
 MHA_INLINE VecF scale_pow2(VecF a, VecF n, VecMask<float> keep) {
   Int4 exponent = (__builtin_convertvector(max(set1(-127.0f), n).v, Int4) + 127) << 23;
-  return select(keep, {a.v * Float4(exponent)}, set1(0.0f));
+  return select(keep, {a.v * Float4(exponent & keep.m)}, set1(0.0f));
 }
 
 // ---- half storage
