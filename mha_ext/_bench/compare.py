@@ -23,7 +23,7 @@ from .measure import machine_facts, machine_peaks, measure
 from .page import page, speed_figure
 from .parts import feature_rows, part_rows
 from .report import claims, geometric_means, print_report, row_record
-from .rows import Row, decode_rows, layout_rows, main_rows, small_rows
+from .rows import Row, decode_rows, flushed_rows, layout_rows, main_rows, small_rows
 
 
 def arguments(argv: list[str] | None, out: Path) -> argparse.Namespace:
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None, out: Path = Path("mha_ext_bench")) -> in
     args = arguments(argv, out)
     if args.threads:
         torch.set_num_threads(args.threads)
-    makers = (main_rows, layout_rows, part_rows, small_rows, decode_rows, feature_rows)
+    makers = (main_rows, layout_rows, part_rows, small_rows, decode_rows, feature_rows, flushed_rows)
     rows = [row for make in makers for row in make(args.full) if re.search(args.only, row.name)]
     if args.list or not rows:
         print("\n".join(row.name for row in rows) or f"No row's name matches {args.only!r}; --list shows the names.")

@@ -31,14 +31,20 @@ SHORT_SECONDS = 2e-3  # a shorter call is repeated within a sample until the sam
 class Case:
     """What one row of the benchmark compares: calls that should give equal results."""
 
-    calls: dict[str, Callable[..., Any]]  # contender -> call without arguments that returns a tensor or a tuple of tensors
+    calls: dict[
+        str, Callable[..., Any]
+    ]  # contender -> call without arguments that returns a tensor or a tuple of tensors
     baseline: str  # the contender that the others' speed is given against
-    expected: Callable[..., Any] | None  # gives what every result is checked against; None: the first contender's result
+    expected: (
+        Callable[..., Any] | None
+    )  # gives what every result is checked against; None: the first contender's result
     flops: float = 0.0
     bytes: float = 0.0  # bytes that any implementation has to move, for rows bound by memory
     peak: str = "float32"  # which measured peak the share is taken of
     skipped: dict[str, str] = field(default_factory=dict)  # contender -> why it is not run
-    check: Callable[..., Any] | None = None  # replaces the comparison of tensors: (result) -> error, where above 1 is wrong
+    check: Callable[..., Any] | None = (
+        None  # replaces the comparison of tensors: (result) -> error, where above 1 is wrong
+    )
 
 
 @dataclass

@@ -153,7 +153,9 @@ def window_case(dtype: torch.dtype, backward: bool) -> Case:
 
 def block_sparse_case(dtype: torch.dtype, backward: bool) -> Case:
     """A tenth of the blocks and the diagonal, against a dense mask."""
-    blocks = (torch.rand(LONG_SHAPE.queries // 64, LONG_SHAPE.Sk // 64) < 0.1) | torch.eye(LONG_SHAPE.queries // 64).bool()
+    blocks = (torch.rand(LONG_SHAPE.queries // 64, LONG_SHAPE.Sk // 64) < 0.1) | torch.eye(
+        LONG_SHAPE.queries // 64
+    ).bool()
     mask = mha_ext.masks.BlockSparse(blocks, 64)
     visible = mask.to_dense(1, 1, LONG_SHAPE.queries, LONG_SHAPE.Sk)
     inputs = LONG_SHAPE.inputs(dtype, requires_grad=backward)

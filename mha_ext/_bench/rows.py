@@ -207,3 +207,41 @@ def decode_rows(full: bool) -> list[Row]:
     for stored, kind in ((torch.float8_e4m3fn, "e4m3"), (torch.int8, "int8")):
         rows.append(Row("decode", f"{name}: {kind} cache", partial(cached_case, shape, BF16, stored)))
     return rows
+
+
+def flushed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on a thread that flushes denormal numbers by itself."""
+
+    def run() -> Any:
+        torch.set_flush_denormal(True)
+        try:
+            return call()
+        finally:
+            torch.set_flush_denormal(False)
+
+    return run
+
+
+def flushed_case(shape: Shape, dtype: torch.dtype, peaked: bool) -> Case:
+    """Weights that are far from 1, or hidden: as fast as flushed, where a processor is slow with denormal numbers, too."""
+    q, k, v = shape.inputs(dtype)
+    inputs = [q * 30 if peaked else q, k, v]
+    visible = None if peaked else torch.rand(shape.queries, shape.Sk) < 0.5
+    call = lambda: ours(*inputs, mask=visible)
+    return compare(
+        {"mha_ext flushed": flushed(call), "mha_ext": call, "sdpa": lambda: sdpa(*inputs, attn_mask=visible)},
+        inputs,
+        backward=False,
+        baseline="mha_ext flushed",
+        expected=lambda *wide: sdpa(*wide, attn_mask=visible),
+        flops=shape.flops(False),
+    )
+
+
+def flushed_rows(full: bool) -> list[Row]:
+    shape = Shape(1, 12, 512, 64)
+    return [
+        Row("flushed", f"{name} {shape} {NAMES[dtype]} fwd", partial(flushed_case, shape, dtype, name == "peaked"))
+        for name in ("peaked", "random mask")
+        for dtype in (FP32, BF16)
+    ]

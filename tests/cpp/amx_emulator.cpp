@@ -70,12 +70,14 @@ void Tiles::zero(int tile) {
 
 void Tiles::load(int tile, const void* rows, int64_t stride) {
   zero(tile);
+  ++counts().loads;
   const char* row = static_cast<const char*>(rows);
   for (int r = 0; r < rows_[tile]; ++r) std::memcpy(data_[tile][r], row + r * stride, size_t(row_bytes_[tile]));
 }
 
 void Tiles::store(int tile, void* rows, int64_t stride) {
   need(tile);
+  ++counts().stores;
   char* row = static_cast<char*>(rows);
   for (int r = 0; r < rows_[tile]; ++r) std::memcpy(row + r * stride, data_[tile][r], size_t(row_bytes_[tile]));
 }
@@ -98,6 +100,7 @@ __attribute__((target("avx2,fma")))
 #endif
 void Tiles::dot(int c, int a, int b) {
   for (const int tile : {c, a, b}) need(tile);
+  ++counts().products;
   if (c == a || c == b || a == b) fault("tdpbf16ps needs three different tiles");
   if (rows_[c] != rows_[a] || row_bytes_[c] != row_bytes_[b] || row_bytes_[a] != 4 * rows_[b] || row_bytes_[c] % 4)
     fault("the shapes of tdpbf16ps's tiles do not match");
@@ -127,6 +130,10 @@ void Tiles::dot(int c, int a, int b) {
 
 Tiles& tiles() {
   static thread_local Tiles of_thread;
+  return of_thread;
+}
+Counts& counts() {
+  static thread_local Counts of_thread;
   return of_thread;
 }
 
@@ -225,7 +232,7 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
 
 bool install() {
   const mha::cpu::CpuFeatures f = mha::cpu::detect_real_cpu_features();
-  if (!f.avx512_bf16 || f.amx) return false;
+  if (!f.avx512_bf16 || !__builtin_cpu_supports("avx512vbmi") || f.amx) return false;
   struct sigaction action{};
   action.sa_sigaction = on_illegal_instruction;
   action.sa_flags = SA_SIGINFO;

@@ -25,6 +25,12 @@ class Tiles {
   alignas(64) unsigned char data_[8][16][64] = {};
 };
 
+// How many instructions this thread has had done. On a processor with AMX nobody counts.
+struct Counts {
+  int64_t loads = 0, stores = 0, products = 0;
+};
+Counts& counts();
+
 // Whether AMX instructions of this process are emulated, from the first call on: not where the processor has them, nor
 // where it lacks others that the kernels for AMX use. A program with this file in it finds AMX in either case, and gets
 // tiles as it does from Linux: unless a signal stack (here: this thread's) has no room for them.
