@@ -86,9 +86,11 @@ template <int N, PairsOf kPairsOf>
 MHA_INLINE Seen pack_all_but(uint32_t left_out, const PackedRun& to, const void* src, int64_t stride, int rows,
                              int cols) {
   Seen seen;
+  auto put = [](HalfTile* tile, int r, Line line) { _mm512_store_si512(tile->x[r], line.v); };
   const __m512i infinite = _mm512_set1_epi16(kInfinite<N>), magnitude = _mm512_set1_epi16(0x7FFF);
   __m512i top = _mm512_setzero_si512();
   for (int64_t c = 0, run = 0; c < cols; c += kRun, ++run) {
+    auto at = [&](const TilePairs& pairs, int plane) { return pairs.tiles + plane * pairs.plane + run * pairs.step; };
     Line x[N][kRun];
     for (int r = 0; r < kRun; ++r) {
       const bool there = r < rows && !(left_out >> r & 1);
@@ -98,14 +100,12 @@ MHA_INLINE Seen pack_all_but(uint32_t left_out, const PackedRun& to, const void*
       top = _mm512_max_epu16(top, size);
       Line line[N];
       to_planes<N>(line, bits);
-      for (int i = 0; i < N; ++i) x[i][r] = line[i];
+      for (int i = 0; i < N; ++i) {
+        if (to.rows.tiles) put(at(to.rows, i) + r / 16, r % 16, line[i]);
+        x[i][r] = line[i];
+      }
     }
     for (int i = 0; i < N; ++i) {
-      auto at = [&](const TilePairs& pairs) { return pairs.tiles + i * pairs.plane + run * pairs.step; };
-      auto put = [](HalfTile* tile, int r, Line line) { _mm512_store_si512(tile->x[r], line.v); };
-      if (to.rows.tiles) {
-        for (int r = 0; r < kRun; ++r) put(at(to.rows) + r / 16, r % 16, x[i][r]);
-      }
       if (to.features.tiles || to.down.tiles) {
         constexpr int kFirst = kPairsOf == PairsOf::halves ? 1 : 2, kSecond = kPairsOf == PairsOf::halves ? 16 : 1;
         Line paired[2][16];
@@ -116,18 +116,18 @@ MHA_INLINE Seen pack_all_but(uint32_t left_out, const PackedRun& to, const void*
         }
         for (int half = 0; half < 2; ++half) {
           if (to.features.tiles) {
-            for (int r = 0; r < 16; ++r) put(at(to.features) + half, r, paired[half][r]);
+            for (int r = 0; r < 16; ++r) put(at(to.features, i) + half, r, paired[half][r]);
           }
           if (to.down.tiles) {
             transpose_pairs(paired[half]);
-            for (int r = 0; r < 16; ++r) put(at(to.down) + half, r, paired[half][r]);
+            for (int r = 0; r < 16; ++r) put(at(to.down, i) + half, r, paired[half][r]);
           }
         }
       }
       if (to.lanes.tiles) {
         for (int half = 0; half < 2; ++half) {
           transpose_pairs(x[i] + 16 * half);
-          for (int r = 0; r < 16; ++r) put(at(to.lanes) + half, r, x[i][16 * half + r]);
+          for (int r = 0; r < 16; ++r) put(at(to.lanes, i) + half, r, x[i][16 * half + r]);
         }
       }
     }

@@ -140,14 +140,13 @@ MHA_INLINE bf16 to_bf16(float f) {
   return {uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
 }
 inline float to_float(f16 x) {
-  // The exponent and mantissa, moved into place, are the value scaled by 2^-112.
   uint32_t magnitude = uint32_t(x.bits & 0x7FFF) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
   if (magnitude >= 0x0F800000u) {
     magnitude |= 0x7F800000u;
-  } else {
-    float f;
-    std::memcpy(&f, &magnitude, 4);
-    f *= 0x1p112f;
+  } else if (magnitude >= 0x00800000u) {
+    magnitude += 0x38000000u;
+  } else {  // a denormal half is a normal float; through a denormal one it would be flushed
+    const float f = float(x.bits & 0x3FF) * 0x1p-24f;
     std::memcpy(&magnitude, &f, 4);
   }
   magnitude |= sign;

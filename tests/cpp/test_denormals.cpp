@@ -222,16 +222,16 @@ void caches(DType t, const mha::cpu::Kernels& kernels) {
   }
 }
 
-// Values that are denormal are 0, as is what would become denormal; fp64 keeps both.
+// Values that are denormal are 0, as is what would become denormal; fp64 keeps both, and what is denormal in fp16 is
+// not in fp32.
 void small_numbers(const mha::cpu::Kernels& kernels) {
   struct {
     DType dtype;
     double value, factor, want;
-  } const table[] = {{DType::f32, 1e-39, 1, 0},
-                     {DType::f32, 2e-38, 1, 2e-38},
-                     {DType::f32, 1e-36, 0.01, 0},
-                     {DType::f64, 1e-310, 1, 1e-310},
-                     {DType::f64, 1e-307, 1e-3, 1e-310}};
+  } const table[] = {{DType::f32, 1e-39, 1, 0},           {DType::f32, 2e-38, 1, 2e-38},
+                     {DType::f32, 1e-36, 0.01, 0},        {DType::f64, 1e-310, 1, 1e-310},
+                     {DType::f64, 1e-307, 1e-3, 1e-310},  {DType::f16, 0x1p-20, 1, 0x1p-20},
+                     {DType::bf16, 0x1p-120, 1, 0x1p-120}};
   for (const auto& row : table) {
     Case c;
     c.dtype = row.dtype, c.D = 4, c.Dv = 8, c.Sk = 2;
