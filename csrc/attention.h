@@ -58,11 +58,12 @@ struct KeyValueStore {
   // are not read.
   const int64_t* table = nullptr;  // null: not paged
   int64_t table_stride_b = 0, page_size = 0, pages = 0;
-  // Quantised: elements of `type`, e4m3 or i8, times the head's scale.
-  bool quantised = false;
+  // Quantised: elements of `type`, e4m3 or i8, times the head's scale, or times that of the head's key.
+  bool quantised = false, scale_per_key = false;
   DType type = DType::i8;
-  const float *k_scale = nullptr, *v_scale = nullptr;  // [B,Hk]
-  int64_t scale_stride_b = 0, scale_stride_h = 0;
+  const float *k_scale = nullptr,
+              *v_scale = nullptr;                  // [B,Hk], or [B,Hk,Sk] or [pages,Hk,page_size] with last stride 1
+  int64_t scale_stride_b = 0, scale_stride_h = 0;  // of the first dimension and of the heads
 };
 
 struct AttentionForward : AttentionProblem {

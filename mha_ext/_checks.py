@@ -52,6 +52,14 @@ def values_known(x: Tensor) -> bool:
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def require(condition: Tensor, message: str) -> None:
+    """Refuses with this message unless the condition holds: at once where its value is known, else on the device."""
+    if not values_known(condition):
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)
+
+
 def integer_tensor(x: Tensor, owner: str, shape: str, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _checks
 from ._pytrees import Container, Self, Sequence
+from .masks.places import Places
 
 
 class Bias(Container):
@@ -57,16 +58,22 @@ class Bias(Container):
 
     def lower(self, H: int, Sq: int, Sk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[1,H,Sq+Sk-1] in dtype: of the distances from 1 - Sk to Sq - 1, as the ops take it."""
-        name = type(self).__name__
-        if self._heads() != H:
-            raise ValueError(f"{name} is for {self._heads()} heads but q has {H}; accepted: one value per query head.")
-        _checks.same_device(self._parameter(), name, device)
+        self._check(H, device)
         return self._in(dtype).of_distance(torch.arange(1 - Sk, max(Sq, 1 - Sk), device=device)).to(dtype)[None]
 
     def _in(self: Self, dtype: torch.dtype) -> Self:
         """The same with parameters of this type or a wider one: in half types, a slope times a distance would be off by
         whole units. Gradients come in the parameters' own type."""
         return self._map(lambda x: x.to(torch.promote_types(x.dtype, dtype)))
+
+    def at(self, places: Places, dtype: torch.dtype) -> Bias:
+        """For queries at these places of a cache: one row of numbers per sequence."""
+        self._check(places.heads, places.position.device)
+        S, first = places.position.shape[1], places.slot(places.position[:, :1])  # [B,1]; S may be 0
+        first = first if S > 0 else places.lengths[:, None]
+        distance = torch.arange(1 - S, max(places.slots, 1 - S), device=first.device) - first
+        values = self._in(dtype).of_distance(distance.flatten()).to(dtype)
+        return Lowered(values.unflatten(1, distance.shape).transpose(0, 1))
 
     def to_dense(self, Sq: int, Sk: int) -> Tensor:
         """The bias as a tensor [H,Sq,Sk], float32 (float64 for parameters of float64)."""
@@ -79,6 +86,24 @@ class Bias(Container):
         if not self.tensors:
             raise NotImplementedError(f"{type(self).__name__} names no tensors; a bias does: tensors = (\"name\",).")
         return getattr(self, self.tensors[0])  # type: ignore[no-any-return]
+
+    def _check(self, H: int, device: torch.device) -> None:
+        name = type(self).__name__
+        if self._heads() != H:
+            raise ValueError(f"{name} is for {self._heads()} heads but q has {H}; accepted: one value per query head.")
+        _checks.same_device(self._parameter(), name, device)
+
+
+class Lowered(Bias):
+    """A bias that is the ops' argument already."""
+
+    tensors = ("values",)
+
+    def __init__(self, values: Tensor):
+        self.values = values
+
+    def lower(self, H: int, Sq: int, Sk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.values
 
 
 class ALiBi(Bias):

@@ -63,10 +63,12 @@ def attention_cached(
         k, v: [B,Hk,Sk,D] and [B,Hk,Sk,Dv]; with a block_table pages of page_size keys, [pages,Hk,page_size,D] and
             [pages,Hk,page_size,Dv]. Of q's type, or both int8 or float8_e4m3fn: then k * k_scale and v * v_scale are
             meant, and q is float32, bfloat16 or float16.
-        block_table: integer [B,n] (int64 is read as it is, others are converted), key j of sequence b is row j % page_size of page block_table[b, j // page_size];
+        block_table: integer [B,n] (int64 is read as it is, others are converted), key j of sequence b is row j % page_size
+            of page block_table[b, j // page_size];
             Sk = n * page_size. Entries for keys that no query sees may be anything. On the CPU, pages are read without
             loss of speed where page_size is a multiple of 64.
-        k_scale, v_scale: float32 [B,Hk] or [1,Hk], one per head.
+        k_scale, v_scale: float32 [B,Hk] or [1,Hk], one per head; or one per head and key, [B,Hk,Sk] or
+            [pages,Hk,page_size]. What sees a key or value whose scale is NaN is NaN.
         mask, bias, scale, softcap, sinks, return_lse: as in mha_ext.attention.
 
     Returns:
@@ -100,7 +102,7 @@ def attention_cached(
     bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if type(softcap) is not float or softcap != 0.0:
         _checks.softcap(softcap)
-    k_scale, v_scale = (_scale(x, n, k) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
+    k_scale, v_scale = (_scale(x, n, k, B) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
     if LOG_PLANS:
         lowered = bias, args, sinks, None, (scale, softcap, 0.0)
         log_plan("attention_cached", given, (q, k, v), lowered, Sk=Sk)
@@ -114,10 +116,20 @@ def attention_cached(
     return (out, lse) if return_lse else out
 
 
+def scales_of(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None) -> Tensor:
+    """float32 [B,Hk,S], what each key or value of x [B,Hk,S,D] is divided by, so that its largest element just fits; or
+    fixed [B,Hk]. NaN where an element is NaN or infinite: neither format holds that, and it is to show."""
+    largest = x.float().abs().amax(-1)
+    scale = (largest / QUANTISED[dtype]).clamp(min=torch.finfo(torch.float32).tiny) if fixed is None else fixed[..., None]
+    return torch.where(largest.isfinite(), scale, torch.nan)
+
+
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [B,Hk,S,D] / scale [B,Hk], rounded to dtype; what lies beyond its range becomes its largest value."""
+    """x [B,Hk,S,D] / scale [B,Hk] or [B,Hk,S], rounded to dtype; what lies beyond its range becomes its largest value,
+    and NaN 0."""
     largest = QUANTISED[dtype]
-    scaled = (x.float() / scale[:, :, None, None]).clamp(-largest, largest)
+    scale = scale[..., None] if scale.dim() == 3 else scale[..., None, None]
+    scaled = (x.float() / scale).nan_to_num(0).clamp(-largest, largest)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 
 
@@ -150,7 +162,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
         )
 
 
-def _scale(x: Tensor | None, name: str, k: Tensor) -> Tensor | None:
+def _scale(x: Tensor | None, name: str, k: Tensor, B: int) -> Tensor | None:
     if (x is not None) != (k.dtype in QUANTISED):
         raise ValueError(
             f"{name} is {'missing' if x is None else 'given'} for keys and values of {_checks.name_of(k.dtype)}; "
@@ -158,9 +170,12 @@ def _scale(x: Tensor | None, name: str, k: Tensor) -> Tensor | None:
         )
     if x is None:
         return None
-    if not isinstance(x, Tensor) or x.is_nested or x.dim() != 2 or x.shape[1] != k.shape[1] or x.dtype != torch.float32:
+    per_head = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == k.shape[1] and x.shape[0] in (1, B)
+    fits = isinstance(x, Tensor) and not x.is_nested and (per_head or x.shape == k.shape[:3])
+    if not fits or x.dtype != torch.float32:
         raise (ValueError if isinstance(x, Tensor) else TypeError)(
-            f"{name} is {_checks.given(x)}; accepted: float32 [B,Hk] or [1,Hk] with Hk = {k.shape[1]}."
+            f"{name} is {_checks.given(x)}; accepted: float32 [B,Hk] or [1,Hk] with B = {B}, Hk = {k.shape[1]}, or one per "
+            f"key, {_checks.text(k.shape[:3])}."
         )
     _checks.same_device(x, name, k.device)
     return x

@@ -328,6 +328,14 @@ def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in tensors]
 
 
+def cast_by_autocast(*tensors: Any) -> list[Any]:
+    """The tensors as torch.autocast wants them, if it is on for their device; what is no tensor stays."""
+    first = next((x for x in tensors if isinstance(x, Tensor)), None)
+    if first is None or not _any_autocast() or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return list(tensors)
+    return [_autocast(first.device.type, x)[0] if isinstance(x, Tensor) else x for x in tensors]
+
+
 def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
     if _checks.is_dtensor(like):
         return dtensor_rules().rng_state(rng_state, like)

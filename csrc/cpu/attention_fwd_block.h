@@ -243,6 +243,7 @@ struct ForwardBlock {
     else
       strips.take_whole(lanes, keys);
     multiply_scores(first_key, keys);
+    scale_keys(s.score, kMaxRows, kv.key_scales(first_key), lanes, keys);
     if (!rule.raw) {
       if (p.bias.data) {
         with_storage<T>(p.bias_dtype, [&](auto* src) {
@@ -277,8 +278,11 @@ struct ForwardBlock {
     const void* v = kv.value(first_key);
     const bool clean = finite_values(v, keys, kind);
     // Where nobody else asks for the weights, they go straight into the operand of the product.
-    const bool direct = kPairs<Unit> && !few && clean && !p.dropout.rng_state;
+    const float* value_scales = kv.value_scales(first_key);
+    const bool direct = kPairs<Unit> && !few && clean && !p.dropout.rng_state && !value_scales;
     const bool moved = softmax(keys, direct);
+    scale_keys(s.score, kMaxRows, value_scales, lanes, keys);
+    if (value_scales && kind == TileKind::some) hide(s.score, kMaxRows, *s.mask, lanes, keys, T(0));  // 0 times NaN
     if (p.dropout.rng_state) apply_dropout(first_key, keys);
     FiniteRows<Unit> finite;
     const Unit* weight = direct ? s.weight : lanes_operand<Unit>(s.score, keys, lanes, s.weight);

@@ -85,6 +85,17 @@ inline void finish_scores(T* score, int64_t ld, const T* bias, int64_t ld_bias, 
   }
 }
 
+// What belongs to key j times scale[j]; without scales, nothing.
+template <class T>
+inline void scale_keys(T* x, int64_t ld, const float* scale, int lanes, int keys) {
+  constexpr int L = Vec<T>::lanes;
+  if (!scale) return;
+  for (int j = 0; j < keys; ++j, x += ld) {
+    const Vec<T> s = set1(T(scale[j]));
+    for (int r = 0; r < lanes; r += L) store(x + r, load(x + r) * s);
+  }
+}
+
 // A row's softmax, once its maximum and sum are known.
 template <class T>
 struct FinishedRow {

@@ -68,7 +68,9 @@ __device__ inline Acc stored_element(const AttentionForwardLaunch& p, const Tens
   }
   const Acc x = element<Acc>(t.data, store.quantised ? store.type : p.dtype,
                              first * t.stride[0] + head * t.stride[1] + j * t.stride[2] + column);
-  return store.quantised ? x * Acc(scales[b * store.scale_stride_b + head * store.scale_stride_h]) : x;
+  if (!store.quantised) return x;
+  const int64_t scale = store.scale_per_key ? first * store.scale_stride_b + j : b * store.scale_stride_b;
+  return x * Acc(scales[scale + head * store.scale_stride_h]);
 }
 
 // The scores of the thread's 4 x 4 pairs: -inf where hidden. Returns which are (bit 4 * r + c).

@@ -13,11 +13,14 @@ inline DType stored_type(const Tensor& t, const Tensor& q) {
   return dtype_of(t, "k");
 }
 
-// The head scales of k or v, [1 or B, Hk].
+// The scales of k or v: of the heads, [1 or B, Hk], or of each of their keys, as k without its last dimension.
 inline const float* fill_scale(const OptionalTensor& t, const char* name, const AttentionForward& p, const Tensor& like,
-                               std::vector<Tensor>& keep) {
+                               const Tensor& k, std::vector<Tensor>& keep) {
   MHA_CHECK(t.has_value(), name, " is missing; quantised keys and values need k_scale and v_scale.");
-  check_shape(*t, name, {kOneOr + p.B, p.Hk});
+  if (t->dim() == 3)
+    check_shape(*t, name, {k.size(0), p.Hk, k.size(2)});
+  else
+    check_shape(*t, name, {kOneOr + p.B, p.Hk});
   check_device(*t, name, like, "q");
   MHA_CHECK(t->scalar_type() == ScalarType::Float, name, " has dtype ", torch::headeronly::toString(t->scalar_type()),
             "; the op accepts float32.");
@@ -34,11 +37,14 @@ inline void fill_store(AttentionForward& p, AttentionInputs& in, const OptionalT
   if (store.quantised) {
     MHA_CHECK(p.dtype != DType::f64, "q is float64 with quantised keys; the op accepts float32, bfloat16 or float16.");
     store.type = type;
-    store.k_scale = fill_scale(k_scale, "k_scale", p, in.q, in.keep);
-    store.v_scale = fill_scale(v_scale, "v_scale", p, in.q, in.keep);
-    MHA_CHECK(k_scale->size(0) == v_scale->size(0), "k_scale and v_scale have shapes ", shape_text(*k_scale), " and ",
-              shape_text(*v_scale), "; the op accepts one shape.");
-    store.scale_stride_b = k_scale->size(0) == 1 ? 0 : p.Hk, store.scale_stride_h = 1;
+    store.k_scale = fill_scale(k_scale, "k_scale", p, in.q, in.k, in.keep);
+    store.v_scale = fill_scale(v_scale, "v_scale", p, in.q, in.k, in.keep);
+    MHA_CHECK(k_scale->dim() == v_scale->dim() && k_scale->size(0) == v_scale->size(0),
+              "k_scale and v_scale have shapes ", shape_text(*k_scale), " and ", shape_text(*v_scale),
+              "; the op accepts one shape.");
+    store.scale_per_key = k_scale->dim() == 3;
+    store.scale_stride_h = store.scale_per_key ? in.k.size(2) : 1;
+    store.scale_stride_b = !store.scale_per_key && k_scale->size(0) == 1 ? 0 : p.Hk * store.scale_stride_h;
   } else {
     MHA_CHECK(!k_scale && !v_scale, "k_scale or v_scale is given for keys and values that are not quantised.");
   }

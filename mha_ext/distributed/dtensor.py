@@ -26,12 +26,13 @@ BATCH, HEADS = 0, 1
 _FULL = {"q", "k", "v", "out", "lse", "lse_rest", "dout", "dlse", "dweights", "scores"}
 _BROADCAST = {"bias", "mask", "blocks"}
 _PER_SEQUENCE = {"begin", "end", "query_ids", "key_ids", "block_table"}  # [B or 1, ...]
-_SCALES = {"k_scale", "v_scale"}  # [B or 1, Hk]
+_SCALES = {"k_scale", "v_scale"}  # [B or 1, Hk], or as k without its last dimension
 
 
 def _input_placement(name: str, given: dict[str, Any], dim: int) -> Placement:
     spec = given[name]
-    if name in "kv" and dim == BATCH and given.get("block_table") is not None:  # pages, of which any sequence may have any
+    paged = given.get("block_table") is not None
+    if paged and dim == BATCH and (name in "kv" or (name in _SCALES and len(spec.shape) == 3)):  # any sequence may have any page
         return Replicate()
     if name in _SCALES:
         return Shard(dim) if spec.shape[dim] != 1 or dim == HEADS else Replicate()

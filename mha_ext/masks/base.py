@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .._pytrees import Container, Sequence
+
+if TYPE_CHECKING:
+    from .places import Places
 
 
 class MaskArgs(NamedTuple):
@@ -59,6 +62,13 @@ class Mask(Container):
         """
         raise NotImplementedError
 
+    def at(self, places: Places) -> MaskArgs:
+        """The arguments for queries at these places of a cache: what whole sequences' mask (o = 0) says for them."""
+        raise ValueError(
+            f"{type(self).__name__} was given with a cache; accepted: the masks of mha_ext.masks: give masks.Dense(rows) with "
+            "what these queries see of the positions from 0 on."
+        )
+
     def to_dense(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
         """The mask as a bool tensor [B,H,Sq,Sk] (perhaps an expanded view), True = attend.
 
@@ -104,6 +114,12 @@ class And(_Combined):
             args = _both(args, part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk)
         return args
 
+    def at(self, places: Places) -> MaskArgs:
+        args = NO_MASK
+        for part in self.parts:
+            args = _both(args, part.at(places), places.position.shape[1], places.slots)
+        return args
+
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts)
 
@@ -116,6 +132,12 @@ class Or(_Combined):
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         seen = [visible_of(part.lower(B, H, Sq, Sk, device, lengths), Sq, Sk, device, lengths) for part in self.parts]
+        if any(x is None for x in seen):
+            return NO_MASK
+        return _dense(functools.reduce(torch.logical_or, seen))  # type: ignore[arg-type]
+
+    def at(self, places: Places) -> MaskArgs:
+        seen = [_seen_at(part, places) for part in self.parts]
         if any(x is None for x in seen):
             return NO_MASK
         return _dense(functools.reduce(torch.logical_or, seen))  # type: ignore[arg-type]
@@ -137,6 +159,11 @@ class Not(_Combined):
         nothing = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
         return _dense(nothing if seen is None else ~seen)
 
+    def at(self, places: Places) -> MaskArgs:
+        seen = _seen_at(self.parts[0], places)
+        nothing = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=places.position.device)
+        return _dense(nothing if seen is None else ~seen)
+
     def __invert__(self) -> Mask:
         return self.parts[0]
 
@@ -155,6 +182,10 @@ def _as_mask(x: Any, sign: str) -> Mask:
     from .positions import Dense  # which itself imports this module
 
     return Dense(x)
+
+
+def _seen_at(mask: Mask, places: Places) -> Tensor | None:
+    return visible_of(mask.at(places), places.position.shape[1], places.slots, places.position.device)
 
 
 def _dense(visible: Tensor) -> MaskArgs:

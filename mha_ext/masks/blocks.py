@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _checks
 from .base import Mask, MaskArgs, offset_of, rows_and_keys
+from .places import Places
 
 Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
 Lengths = tuple[Tensor, Tensor] | None  # of packed sequences
@@ -25,6 +26,20 @@ class _Blocks(Mask):
 
     def lower(self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: Lengths = None) -> MaskArgs:
         return MaskArgs(blocks=self._blocks((B, H, Sq, Sk), device, lengths), block_size=self.block_size)
+
+    def at(self, places: Places) -> MaskArgs:
+        """A dense mask, as queries and slots need not begin with a block."""
+        size, device = self.block_size, places.position.device
+        if places.shift is None:
+            columns = torch.arange(-(-places.slots // size), device=device)[None]
+            pairs = self._pairs(places, places.position // size, columns).repeat_interleave(size, 3)[..., : places.slots]
+        else:
+            pairs = self._pairs(places, places.position // size, places.positions_of_slots() // size)
+        return MaskArgs(mask=pairs)
+
+    def _pairs(self, places: Places, rows: Tensor, columns: Tensor) -> Tensor:
+        """bool [B,H or 1,S,n]: whether queries in the blocks `rows` [B,S] see keys in the blocks `columns` [B or 1,n]"""
+        raise NotImplementedError
 
 
 class BlockSparse(_Blocks):
@@ -58,6 +73,16 @@ class BlockSparse(_Blocks):
     def _batch_and_heads(self) -> tuple[int, int]:
         return (self.blocks.shape[0], self.blocks.shape[1]) if self.blocks.dim() == 4 else (1, 1)
 
+    def _pairs(self, places: Places, rows: Tensor, columns: Tensor) -> Tensor:
+        places.check_queries_are_keys("BlockSparse")
+        _checks.same_device(self.blocks, "BlockSparse", rows.device)
+        blocks = _checks.as_4d(self.blocks, "blocks", places.batch, places.heads, *self.blocks.shape[-2:])
+        places.check_covers(min(blocks.shape[2:]) * self.block_size, "BlockSparse")
+        B, S, n, h = places.batch, rows.shape[1], columns.shape[1], blocks.shape[1]
+        rows, columns = rows.clamp(0, blocks.shape[2] - 1), columns.clamp(0, blocks.shape[3] - 1)
+        seen = blocks.expand(B, -1, -1, -1).gather(2, rows.view(B, 1, S, 1).expand(B, h, S, blocks.shape[3]))
+        return seen.gather(3, columns[:, None, None].expand(B, h, S, n))
+
     def __repr__(self) -> str:
         return f"BlockSparse({_checks.text(self.blocks.shape)}, {self.block_size})"
 
@@ -83,6 +108,13 @@ class _BlockPattern(_Blocks):
         i, j = rows_and_keys(-(-Sq // self.block_size), -(-Sk // self.block_size), device)
         return i + offset // self.block_size, j
 
+    def _rule(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether queries in block i see keys in block j."""
+        raise NotImplementedError
+
+    def _pairs(self, places: Places, rows: Tensor, columns: Tensor) -> Tensor:
+        return self._rule(rows[:, :, None], columns[:, None])[:, None]
+
 
 def _as_blocks(visible: Tensor) -> Tensor:
     """[nq,nk] or [B,nq,nk], the same for all heads, as four dimensions."""
@@ -99,8 +131,10 @@ class Strided(_BlockPattern):
         self.block_size = _positive("block_size", block_size)
 
     def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
-        i, j = self._positions(sizes, device, lengths)
-        return _as_blocks(((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1))
+        return _as_blocks(self._rule(*self._positions(sizes, device, lengths)))
+
+    def _rule(self, i: Tensor, j: Tensor) -> Tensor:
+        return ((i - j >= 0) & (i - j < self.local)) | (j % self.stride == self.stride - 1)
 
     def __repr__(self) -> str:
         return f"Strided({self.stride}, {self.local}, {self.block_size})"
@@ -118,9 +152,11 @@ class Dilated(_BlockPattern):
         self.block_size = _positive("block_size", block_size)
 
     def _blocks(self, sizes: Sizes, device: torch.device | None, lengths: Lengths = None) -> Tensor:
-        i, j = self._positions(sizes, device, lengths)
+        return _as_blocks(self._rule(*self._positions(sizes, device, lengths)))
+
+    def _rule(self, i: Tensor, j: Tensor) -> Tensor:
         distance = (i - j).abs()
-        return _as_blocks((distance <= self.window * self.dilation) & (distance % self.dilation == 0))
+        return (distance <= self.window * self.dilation) & (distance % self.dilation == 0)
 
     def __repr__(self) -> str:
         return f"Dilated({self.window}, {self.dilation}, {self.block_size})"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import _checks
 from .base import Mask, MaskArgs, offset_of
+from .places import Places
 
 
 class Causal(Mask):
@@ -22,6 +23,11 @@ class Causal(Mask):
     ) -> MaskArgs:
         return MaskArgs(top_left=True) if self.align == "top_left" else MaskArgs(right=0)
 
+    def at(self, places: Places) -> MaskArgs:
+        if self.align == "top_left":
+            places.check_queries_are_keys("Causal")
+        return MaskArgs(end=places.slot(places.position + 1))
+
     def __repr__(self) -> str:
         return f'Causal("{self.align}")'
 
@@ -36,6 +42,13 @@ class Window(Mask):
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         return MaskArgs(left=self.left, right=self.right)
+
+    def at(self, places: Places) -> MaskArgs:
+        i = places.position
+        return MaskArgs(
+            begin=None if self.left is None else places.slot(i - self.left),
+            end=None if self.right is None else places.slot(i + (self.right + 1)),
+        )
 
     def __repr__(self) -> str:
         return f"Window({self.left}, {self.right})"
@@ -85,6 +98,9 @@ class Padding(_PerSequence):
     ) -> MaskArgs:
         return MaskArgs(end=self._column(B, device))
 
+    def at(self, places: Places) -> MaskArgs:
+        return MaskArgs(end=places.slot(self._column(places.batch, places.position.device)))
+
 
 class LeftPadding(_PerSequence):
     """Keys j >= starts[b] are visible: padding at the beginning. starts: integer tensor [B]."""
@@ -96,6 +112,9 @@ class LeftPadding(_PerSequence):
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         return MaskArgs(begin=self._column(B, device))
+
+    def at(self, places: Places) -> MaskArgs:
+        return MaskArgs(begin=places.slot(self._column(places.batch, places.position.device)))
 
 
 class Prefix(_PerSequence):
@@ -109,6 +128,10 @@ class Prefix(_PerSequence):
     ) -> MaskArgs:
         causal_end = torch.arange(Sq, device=device) + (offset_of(Sq, Sk, lengths) + 1)
         return MaskArgs(end=torch.maximum(self._column(B, device), causal_end))
+
+    def at(self, places: Places) -> MaskArgs:
+        lengths = self._column(places.batch, places.position.device)
+        return MaskArgs(end=places.slot(torch.maximum(lengths, places.position + 1)))
 
 
 class Intervals(Mask):
@@ -135,6 +158,13 @@ class Intervals(Mask):
         _checks.same_device(self.begin, "Intervals", device)
         _checks.same_device(self.end, "Intervals", device)
         return MaskArgs(begin=self.begin, end=self.end)
+
+    def at(self, places: Places) -> MaskArgs:
+        self._check(places.batch, places.rows)
+        for x in (self.begin, self.end):
+            _checks.same_device(x, "Intervals", places.position.device)
+        begin, end = (places.slot(places.own(x, 1)) for x in (self.begin, self.end))
+        return MaskArgs(begin=begin, end=end)
 
     def __repr__(self) -> str:
         return f"Intervals({_checks.text(self.begin.shape)}, {_checks.text(self.end.shape)})"
@@ -170,6 +200,21 @@ class Documents(Mask):
             query_ids = key_ids.expand(B, Sk).gather(1, place.clamp(0, max(Sk - 1, 0)))
         return MaskArgs(query_ids=query_ids, key_ids=key_ids)
 
+    def at(self, places: Places) -> MaskArgs:
+        _checks.same_device(self.ids, "Documents", places.position.device)
+        if self.ids.shape[0] not in (1, places.batch):
+            raise ValueError(
+                f"Documents was given ids of shape {_checks.text(self.ids.shape)}; it accepts [B,positions] with "
+                f"B = {places.batch}."
+            )
+        n = self.ids.shape[1]
+        places.check_covers(n, "Documents")
+        if n == 0:
+            return MaskArgs(end=places.position.new_zeros(1, 1))
+        own = self.ids.expand(places.batch, n).gather(1, places.position.clamp(0, n - 1))
+        key_ids = self.ids.expand(-1, places.slots) if n == 1 else places.at_slots(self.ids, "Documents", 0)
+        return MaskArgs(query_ids=own, key_ids=key_ids)
+
     def __repr__(self) -> str:
         return f"Documents({_checks.text(self.ids.shape)})"
 
@@ -191,6 +236,10 @@ class Dense(Mask):
 
     def _batch_and_heads(self) -> tuple[int, int]:
         return (self.tensor.shape[0], self.tensor.shape[1]) if self.tensor.dim() == 4 else (1, 1)
+
+    def at(self, places: Places) -> MaskArgs:
+        _checks.same_device(self.tensor, "mask", places.position.device)
+        return MaskArgs(mask=places.dense_mask(self.tensor))
 
     def __repr__(self) -> str:
         return f"Dense({_checks.text(self.tensor.shape)})"

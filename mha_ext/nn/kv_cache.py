@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _checks, masks
-from ..cached import QUANTISED, attention_cached, quantise
-from ..functional import attention
+from .. import _checks, biases, masks
+from ..cached import QUANTISED, attention_cached, quantise, scales_of
+from ..functional import attention, cast_by_autocast, mix_arguments, score_arguments
+from ..masks.places import Lowered, Places, at
+from ._cache_checks import check_new, check_queries, check_scale, check_sizes, in_range, per_sequence, some_sequences
+
+_MANY_QUERIES = 1024  # with a mask or bias, which may become dense, so many are attended for at once
 
 
-class KVCache:
+class KVCache(torch.nn.Module):
     """The keys and values of B sequences, each with a length of its own, in memory that is allocated once.
 
     One cache belongs to one attention layer: SelfAttention.forward(x, cache=cache) appends to it and attends to it.
-    Slots that hold nothing yet have no influence, whatever lies there. All state is in tensors that are changed in
+    Slots that hold nothing yet have no influence, whatever lies there. All state is in buffers that are changed in
     place (and in one number that bounds the lengths, so that checking the capacity does not wait for a GPU): a compiled
-    step serves all lengths. Caches carry no gradients: use them under torch.no_grad() or torch.inference_mode().
+    step serves all lengths. A cache is a module, so that to(device) moves it and torch.export knows its state, where it
+    belongs to a model; state dicts leave it out. Caches carry no gradients: use them under torch.no_grad() or
+    torch.inference_mode(). A call that is refused changes nothing; on a GPU and in compiled code, what depends on values
+    (counts, lengths, numbers of sequences, there the capacity too) is asserted on the device.
 
     Args:
         batch: number of sequences B.
@@ -31,15 +40,26 @@ class KVCache:
         device, dtype: of the tensors; the dtype is that of the queries, or torch.int8 or torch.float8_e4m3fn: then keys
             and values are quantised as they come and read as they are (attention_cached), for float32, bfloat16 and
             float16 queries.
-        k_scale, v_scale: of a quantised cache, float32 [Hk] or [B,Hk]: the largest value that fits is 127 (int8) or 448
-            (e4m3) times that, larger ones are cut off. By default each sequence's first append sets them, so that twice
-            its head's largest value fits.
+        k_scale, v_scale: of a quantised cache, positive float32 [Hk] or [B,Hk]: the largest value that fits is 127 (int8)
+            or 448 (e4m3) times that, larger ones are cut off. By default each key and each value has a scale of its own,
+            by its largest element, so that nothing is cut off.
 
     Attributes:
         k, v: [B,Hk,slots,D], [B,Hk,slots,Dv]. A head's positions lie next to each other: decoding reads them 1.3x to
             1.8x as fast as those of [B,slots,Hk,D].
+        k_scale, v_scale: of a quantised cache, float32 [B,Hk,slots]; NaN where a key or value had an element that was
+            NaN or infinite: all that see it are NaN. None otherwise.
         lengths: int64 [B], the positions appended so far.
     """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    lengths: Tensor
+    _written: Tensor  # one past the last position that was ever written
+    _fixed_k_scale: Tensor | None  # as given, [B,Hk]
+    _fixed_v_scale: Tensor | None
 
     def __init__(
         self,
@@ -55,24 +75,27 @@ class KVCache:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
+        super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch": batch, "capacity": capacity, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in (sizes | {"value_dim": value_dim}).items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} is {size!r}; KVCache accepts a positive int.")
-        if window is not None and (not isinstance(window, int) or not 0 <= window < capacity):
-            raise ValueError(
-                f"window is {window!r} and capacity {capacity}; KVCache accepts a window from 0 to capacity - 1, or None."
-            )
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_sizes(type(self).__name__, sizes | {"value_dim": value_dim}, window, dtype)
         self.batch, self.capacity, self.num_kv_heads, self.window = batch, capacity, num_kv_heads, window
+        self.quantised = dtype in QUANTISED
         first, slots = self._storage()
-        self.k = torch.empty(first, num_kv_heads, slots, head_dim, device=device, dtype=dtype)
-        self.v = torch.empty(first, num_kv_heads, slots, value_dim, device=device, dtype=dtype)
-        self.quantised = self.k.dtype in QUANTISED
-        self.k_scale, self.v_scale = (self._scale(x, n) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
-        self._scales_given = k_scale is not None, v_scale is not None
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.k.device)
-        self._written = torch.zeros_like(self.lengths)  # one past the last position that was ever written
+        with torch.inference_mode(False):  # else it could not be changed outside of it
+            new: dict[str, Tensor | None] = {
+                "k": torch.empty(first, num_kv_heads, slots, head_dim, device=device, dtype=dtype),
+                "v": torch.empty(first, num_kv_heads, slots, value_dim, device=device, dtype=dtype),
+                "lengths": torch.zeros(batch, dtype=torch.int64, device=device),
+                "_written": torch.zeros(batch, dtype=torch.int64, device=device),
+            }
+            for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
+                fixed = check_scale(given, name, dtype, batch, num_kv_heads, device)
+                new[name] = torch.ones(first, num_kv_heads, slots, device=device) if self.quantised else None
+                new[f"_fixed_{name}"] = fixed
+        for name, x in new.items():
+            self.register_buffer(name, x, persistent=False)
         self._bound = 0  # of the lengths
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> None:
@@ -81,20 +104,13 @@ class KVCache:
         The positions beyond counts need room too.
 
         Raises:
-            ValueError, TypeError: shapes, types or devices that do not fit, or no room for S positions more.
+            ValueError, TypeError: shapes, types or devices that do not fit, counts that are not from 0 to S, or no room
+                for S positions more.
         """
-        self._check_new(k, v, counts)
-        S = k.shape[2]
-        self._reserve(S)
-        positions = self.lengths[:, None] + torch.arange(S, device=k.device)
-        k, v = k.detach(), v.detach()
-        if self.quantised:
-            k, v = self._quantised(k, v, counts)
-        for index in self._slots(positions):
-            for cached, new in ((self.k, k), (self.v, v)):
-                _bytes(cached).transpose(1, 2).index_put_(index, _bytes(new).transpose(1, 2))
-        self._written.copy_(torch.maximum(self._written, self.lengths + S))
-        self.lengths.add_(S if counts is None else counts)
+        k, v = cast_by_autocast(k, v)
+        counts = check_new(self, k, v, counts)
+        self._reserve(k.shape[2])
+        self._write(k.detach(), v.detach(), counts)
 
     def attend(
         self,
@@ -104,70 +120,91 @@ class KVCache:
         *,
         counts: Tensor | None = None,
         window: int | None = None,
-        mask: masks.Mask | None = None,
-        bias: Tensor | None = None,
+        mask: masks.Mask | Tensor | None = None,
+        bias: Tensor | biases.Bias | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        pre_mix: Tensor | None = None,
+        post_mix: Tensor | None = None,
     ) -> Tensor:
         """Appends k and v, and returns the causal attention [B,H,S,Dv] of q [B,H,S,D], the queries of these positions.
+
+        Step by step, a mask or bias does what it does to whole sequences at once, whatever the lengths are.
 
         Args:
             counts: as in append; queries beyond them give 0.
             window: each query sees so many positions before its own; default the cache's.
-            mask, bias: apply besides, with Sk = capacity keys, one per slot; not with a ring.
-            scale, softcap, sinks: as in mha_ext.attention.
+            mask, bias: apply besides. Positions count from each sequence's first. What has rows for queries (Intervals,
+                a bool tensor, a dense bias) has one row, or one for each of these S queries; BlockSparse, Documents and
+                columns are for all positions from 0 on: up to the last of these queries, or more.
+            scale, softcap, sinks, pre_mix, post_mix: as in mha_ext.attention. With mixes, keys and values in pages or
+                of 8 bits are copied to the queries' type first.
 
         Raises:
-            ValueError, TypeError: as append; and while gradients are recorded for any of these.
+            ValueError, TypeError: as append; arguments that do not fit; and while gradients are recorded for any of these.
         """
-        given = (q, k, v, bias, sinks)
+        given = (q, k, v, bias, sinks, pre_mix, post_mix)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
             raise ValueError(
                 "a cache was given while gradients are recorded; accepted: under torch.no_grad() or "
                 "torch.inference_mode()."
             )
-        window = self._window(window, mask, bias)
-        S, step = q.shape[2], q.shape[2] if self.window is None else self.capacity - self.window
-        options = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-        if S <= step:
-            return self._attend(q, k, v, counts, window, options)
+        q, k, v = cast_by_autocast(q, k, v)
+        counts = check_new(self, k, v, counts)
+        check_queries(self, q, k)
+        window = self._window(window)
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "pre_mix": pre_mix, "post_mix": post_mix}
+        self._check_options(q, **options)
+        S = q.shape[2]
+        step = S if mask is None and bias is None else _MANY_QUERIES
+        step = step if self.window is None else min(step, self.capacity - self.window)
+        starts = [0] if S <= step else range(0, S, step)
+        end = self._end(S, counts) if mask is not None or bias is not None else None
+        parts = [self._seen(q, i, min(step, S - i), counts, window, mask, bias, end) for i in starts]
+        if self.window is None:
+            self._reserve(S)
         outs = []
-        for i in range(0, S, step):
-            some = None if counts is None else (counts - i).clamp(0, step)
-            some_q, some_k, some_v = (x[:, :, i : i + step] for x in (q, k, v))
-            outs.append(self._attend(some_q, some_k, some_v, some, window, options))
-        return torch.cat(outs, dim=2)
+        for i, (seen, placed) in zip(starts, parts):
+            some = counts if S <= step or counts is None else (counts - i).clamp(0, step)
+            some_q, some_k, some_v = (x if S <= step else x[:, :, i : i + step] for x in (q, k, v))
+            self._write(some_k.detach(), some_v.detach(), some)
+            outs.append(self._attention(some_q, mask=seen, bias=placed, **options))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Forgets the positions from lengths (a number, or [B]) on, as when a guess was wrong."""
-        if isinstance(lengths, Tensor):
-            lengths = self._per_sequence(lengths, "lengths")
+        """Forgets the positions from lengths (a number >= 0, or [B] of them) on, as when a guess was wrong."""
+        if isinstance(lengths, int) and not isinstance(lengths, bool):
+            if lengths < 0:
+                raise ValueError(f"lengths is {lengths}; truncate() accepts numbers >= 0: the positions that stay.")
+            shorter = self.lengths.clamp(max=lengths)
         else:
-            self._bound = min(self._bound, max(lengths, 0))
-        shorter = self.lengths.clamp(max=lengths).clamp(min=0)
+            lengths = per_sequence(self, lengths, "lengths")
+            in_range(lengths, 0, None, "lengths", "numbers >= 0: the positions that stay")
+            shorter = torch.minimum(self.lengths, lengths)
         if self.window is not None:
-            lost = (shorter - self.window).clamp(min=0) < self._written - self.capacity
-            if bool((lost & (shorter < self.lengths)).any()):
-                raise ValueError(
-                    f"truncate() was given lengths that go back too far; a ring of capacity {self.capacity} for a "
-                    f"window of {self.window} accepts up to {self.capacity - self.window} positions less than ever held."
-                )
+            kept = (shorter - self.window).clamp(min=0) >= self._written - self.capacity
+            _checks.require(
+                (kept | (shorter == self.lengths)).all(),
+                f"truncate() was given lengths that go back too far; a ring of capacity {self.capacity} for a "
+                f"window of {self.window} accepts up to {self.capacity - self.window} positions less than ever held.",
+            )
         self.lengths.copy_(shorter)
+        if isinstance(lengths, int) and not torch.compiler.is_compiling():
+            self._bound = min(self._bound, lengths)
 
     def reorder(self, indices: Tensor) -> None:
         """Sequence b becomes a copy of what sequence indices[b] was, as beam search wants it. indices: [B]."""
-        indices = self._per_sequence(indices, "indices")
-        if not torch.compiler.is_compiling() and bool(((indices < 0) | (indices >= self.batch)).any()):
-            raise ValueError(f"indices are {indices.tolist()}; accepted: numbers of sequences, 0 to {self.batch - 1}.")
+        indices = per_sequence(self, indices, "indices")
+        in_range(indices, 0, self.batch - 1, "indices", f"numbers of sequences, 0 to {self.batch - 1}")
         self._reorder_storage(indices)
-        for x in (self.lengths, self._written, self.k_scale, self.v_scale):
+        for x in (self.lengths, self._written, self._fixed_k_scale, self._fixed_v_scale):
             if x is not None:
                 x.copy_(x.index_select(0, indices))
 
     def reset(self, sequences: Tensor | list[int] | int | None = None) -> None:
-        """Empties the cache, or the given sequences of it."""
-        index = slice(None) if sequences is None else sequences
+        """Empties the cache, or the given sequences of it: a number, numbers, or a bool tensor [B]."""
+        index = slice(None) if sequences is None else some_sequences(self, sequences)
         self.lengths[index] = 0
         self._written[index] = 0
         if sequences is None:
@@ -175,8 +212,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of keys and values, and of their scales."""
+        return sum(x.nbytes for x in self._stored())
 
     def __repr__(self) -> str:
         kind = "" if self.window is None else f", window={self.window}"
@@ -186,6 +223,10 @@ class KVCache:
         )
 
     # --- Parts ----------------------------------------------------------------------------------------------------------
+
+    def _stored(self) -> list[Tensor]:
+        """What is kept of each slot; the dimensions 0 and 2 are those of _storage()."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
     def _storage(self) -> tuple[int, int]:
         """The dimensions 0 and 2 of k and v."""
@@ -200,36 +241,8 @@ class KVCache:
         return [(rows, slots), (rows, slots + self.capacity)]
 
     def _reorder_storage(self, indices: Tensor) -> None:
-        for x in (self.k, self.v):
+        for x in self._stored():
             _bytes(x).copy_(_bytes(x).index_select(0, indices))
-
-    def _scale(self, x: Tensor | None, name: str) -> Tensor | None:
-        if not self.quantised:
-            if x is not None:
-                raise ValueError(f"{name} was given with dtype={self.k.dtype}; accepted: with int8 or float8_e4m3fn.")
-            return None
-        x = torch.ones((), device="cpu") if x is None else torch.as_tensor(x)
-        if x.shape not in ((), (self.num_kv_heads,), (self.batch, self.num_kv_heads)):
-            raise ValueError(
-                f"{name} has shape {_checks.text(x.shape)}; accepted: [Hk] or [B,Hk] = "
-                f"[{self.batch},{self.num_kv_heads}]."
-            )
-        return x.to(self.k.device, torch.float32).expand(self.batch, self.num_kv_heads).clone()
-
-    def _quantised(self, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        quantised = []
-        scale: Any  # a tensor: the cache is quantised
-        for x, scale, given in ((k, self.k_scale, self._scales_given[0]), (v, self.v_scale, self._scales_given[1])):
-            if not given and x.shape[2] > 0:
-                sizes = x.float().abs()
-                if counts is not None:
-                    valid = torch.arange(x.shape[2], device=x.device) < counts[:, None]
-                    sizes = torch.where(valid[:, None, :, None], sizes, 0)
-                largest = sizes.amax((2, 3)) * (2 / QUANTISED[self.k.dtype])
-                first = (self.lengths == 0)[:, None]
-                scale.copy_(torch.where(first, torch.where(largest > 0, largest, 1), scale))
-            quantised.append(quantise(x, scale, self.k.dtype))
-        return quantised[0], quantised[1]
 
     def _reserve(self, n: int) -> None:
         """Makes sure that every sequence has room for n positions more."""
@@ -240,6 +253,11 @@ class KVCache:
                     f"{self.window} accepts {self.capacity - self.window}: append less at once."
                 )
             return
+        if torch.compiler.is_compiling():  # reading the bound would make code for each
+            self._bound = self.capacity
+            room = (self.lengths <= self.capacity - n).all()
+            torch._assert_async(room, f"positions were appended beyond a cache's capacity, {self.capacity}.")
+            return
         if self._bound + n > self.capacity:
             self._bound = int(self.lengths.max())  # the lengths may be less than assumed
             if self._bound + n > self.capacity:
@@ -249,78 +267,96 @@ class KVCache:
                 )
         self._bound += n
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, window: int | None, options: Any
-    ) -> Tensor:
-        start = self.lengths.clone()
-        self.append(k, v, counts)
-        seen = self._seen(start, q.shape[2], counts, window)
-        mask = options["mask"]
-        options = options | {"mask": seen if mask is None else seen & mask}
-        return self._attention(q, **options)
+    def _write(self, k: Tensor, v: Tensor, counts: Tensor | None) -> None:
+        S = k.shape[2]
+        new = [k, v]
+        if self.k_scale is not None and self.v_scale is not None:
+            scales = [scales_of(k, self.k.dtype, self._fixed_k_scale), scales_of(v, self.v.dtype, self._fixed_v_scale)]
+            new = [quantise(x, scale, self.k.dtype) for x, scale in zip(new, scales)] + scales
+        positions = self.lengths[:, None] + torch.arange(S, device=k.device)
+        for index in self._slots(positions):
+            for stored, x in zip(self._stored(), new):
+                _bytes(stored).transpose(1, 2).index_put_(index, _bytes(x).transpose(1, 2))
+        self._written.copy_(torch.maximum(self._written, self.lengths + S))
+        self.lengths.add_(S if counts is None else counts)
 
-    def _attention(self, q: Tensor, **options: Any) -> Tensor:
+    def _check_options(self, q: Tensor, *, scale: Any, softcap: Any, sinks: Any, pre_mix: Any, post_mix: Any) -> None:
+        """What attention would refuse only after the keys were written."""
+        B, H, S = q.shape[:3]
+        score_arguments(None, scale, sinks, q, B, H, S, 0)
+        _checks.softcap(softcap)
+        mix_arguments(pre_mix, post_mix, q, H)
+
+    def _end(self, S: int, counts: Tensor | None) -> int | None:
+        """One past the last position of S more, if that can be known."""
+        if not _checks.values_known(self.lengths):
+            return None
+        return int((self.lengths + (S if counts is None else counts)).max())
+
+    def _seen(
+        self, q: Tensor, row: int, S: int, counts: Tensor | None, window: int | None, mask: Any, bias: Any, end: int | None
+    ) -> tuple[masks.Mask, Any]:  # fmt: skip
+        """What S queries from `row` on see, as slots, and their bias. Before anything is written."""
+        position = self.lengths[:, None] + torch.arange(row, row + S, device=q.device)
+        first = torch.zeros_like(position) if window is None else (position - window).clamp(min=0)
+        last, shift = position + 1, None
+        if self.window is not None:  # all rows count from the slot of what the first one sees
+            shift = first[:, :1] % self.capacity - first[:, :1]
+            first, last = first + shift, last + shift
+        if counts is not None:
+            last = torch.where(torch.arange(row, row + S, device=q.device) < counts[:, None], last, 0)
+        seen = masks.Intervals(first, last)
+        if mask is None and bias is None:
+            return seen, None
+        n = self.lengths + (q.shape[2] if counts is None else counts)
+        slots = self._storage()[1] if self.window is not None else self.capacity
+        places = Places(position, q.shape[1], slots, end, n, row, q.shape[2], shift)
+        if isinstance(bias, biases.Bias):
+            bias = bias.at(places, _checks.accumulate_dtype(q.dtype))
+        elif bias is not None:
+            bias = places.dense_bias(bias, q.dtype)
+        both = masks.And(seen, Lowered(at(mask, places)))
+        return both, bias
+
+    def _attention(self, q: Tensor, *, pre_mix: Any, post_mix: Any, **options: Any) -> Tensor:
+        if pre_mix is not None or post_mix is not None:
+            return attention(q, *self._plain(q.dtype), pre_mix=pre_mix, post_mix=post_mix, **options)
         if self.quantised:
             return attention_cached(q, self.k, self.v, k_scale=self.k_scale, v_scale=self.v_scale, **options)
         return attention(q, self.k, self.v, **options)
 
-    def _seen(self, start: Tensor, S: int, counts: Tensor | None, window: int | None) -> masks.Mask:
-        """What the queries at positions start .. start + S see, as slots: one interval each."""
-        position = start[:, None] + torch.arange(S, device=start.device)
-        first = torch.zeros_like(position) if window is None else (position - window).clamp(min=0)
-        end = position + 1
-        if self.window is not None:  # all rows count from the slot of what the first one sees
-            shift = first[:, :1] % self.capacity - first[:, :1]
-            first, end = first + shift, end + shift
-        if counts is not None:
-            end = torch.where(torch.arange(S, device=start.device) < counts[:, None], end, 0)
-        return masks.Intervals(first, end)
+    def _plain(self, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values [B,Hk,slots,.] in that type."""
+        pairs = ((self.k, self.k_scale), (self.v, self.v_scale))
+        return [x if scale is None else (x.float() * scale[..., None]).to(dtype) for x, scale in pairs]
 
-    def _window(self, window: int | None, mask: masks.Mask | Tensor | None, bias: Tensor | None) -> int | None:
-        if self.window is None:
-            return window
-        if mask is not None or bias is not None:
-            raise ValueError("mask or bias was given with a ring, whose slots change their positions: leave it out.")
-        if window is not None and window > self.window:
+    def _window(self, window: int | None) -> int | None:
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
+            raise ValueError(f"window is {window!r}; accepted: an int >= 0, or None for the cache's own.")
+        if self.window is None or window is None:
+            return self.window if window is None else window
+        if window > self.window:
             raise ValueError(
                 f"window is {window}; this cache keeps {self.window} positions: make one with a larger window."
             )
-        return self.window if window is None else window
+        return window
 
-    def _per_sequence(self, x: Tensor, name: str) -> Tensor:
-        x = _checks.integer_tensor(x, name, "[B]", 1)
-        if x.shape[0] != self.batch:
-            raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: [B] = [{self.batch}].")
-        _checks.same_device(x, name, self.lengths.device)
-        return x
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVCache:
+        """to(), cuda(), half() and so on. Quantised keys and values, and scales, only change their device."""
+        kept = [name for name, x in self.named_buffers() if "scale" in name or self.quantised]
+        before = {name: getattr(self, name) for name in kept}
+        with torch.inference_mode(False):
+            super()._apply(fn, recurse)
+            for name, x in before.items():
+                setattr(self, name, x.to(self.lengths.device))
+        return self
 
-    def _check_new(self, k: Tensor, v: Tensor, counts: Tensor | None) -> None:
-        B, Hk, D, Dv = self.batch, self.num_kv_heads, self.k.shape[3], self.v.shape[3]
-        if k.dim() != 4 or v.dim() != 4 or k.shape != (B, Hk, k.shape[2], D) or v.shape != (B, Hk, k.shape[2], Dv):
-            raise ValueError(
-                f"k, v have shapes {_checks.text(k.shape)}, {_checks.text(v.shape)}; this cache accepts "
-                f"[B,Hk,S,D] = [{B},{Hk},S,{D}] and [B,Hk,S,Dv] = [{B},{Hk},S,{Dv}]."
-            )
-        if k.device != self.k.device or v.device != self.k.device:
-            raise ValueError(
-                f"k, v are on {k.device}, {v.device} and the cache on {self.k.device}; accepted: one device."
-            )
-        self._check_dtype(k, v)
-        if counts is not None:
-            self._per_sequence(counts, "counts")
-
-    def _check_dtype(self, k: Tensor, v: Tensor) -> None:
-        if self.quantised:
-            if k.dtype != v.dtype or k.dtype not in _checks.DTYPES or k.dtype == torch.float64:
-                raise TypeError(
-                    f"k, v are {_checks.name_of(k.dtype)}, {_checks.name_of(v.dtype)}; a quantised cache accepts "
-                    "float32, bfloat16 or float16."
-                )
-        elif k.dtype != self.k.dtype or v.dtype != self.k.dtype:
-            raise TypeError(
-                f"k, v are {_checks.name_of(k.dtype)}, {_checks.name_of(v.dtype)} and the cache is "
-                f"{_checks.name_of(self.k.dtype)}; accepted: one dtype: make the cache with dtype={k.dtype}."
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with torch.inference_mode(False):
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..cached import attention_cached
+from ..functional import attention
+from ._cache_checks import is_int
 from .kv_cache import KVCache, _bytes
 
 
@@ -30,6 +32,8 @@ class PagedKVCache(KVCache):
         lengths: int64 [B].
     """
 
+    block_table: Tensor
+
     def __init__(
         self,
         batch: int,
@@ -43,14 +47,17 @@ class PagedKVCache(KVCache):
     ) -> None:
         if options.get("window") is not None:
             raise ValueError("window was given; PagedKVCache has none: truncating at the front needs a KVCache.")
-        for name, size in (("page_size", page_size), ("pages", 1 if pages is None else pages)):
-            if not isinstance(size, int) or size < 1:
+        sizes = {"batch": batch, "capacity": capacity, "page_size": page_size, "pages": 1 if pages is None else pages}
+        for name, size in sizes.items():
+            if not is_int(size) or size < 1:
                 raise ValueError(f"{name} is {size!r}; PagedKVCache accepts a positive int.")
-        columns = -(-capacity // page_size) if isinstance(capacity, int) else 1
-        self.page_size, self.pages = page_size, batch * columns if pages is None else pages
-        capacity = columns * page_size if isinstance(capacity, int) and capacity > 0 else capacity
-        super().__init__(batch, capacity, num_kv_heads, head_dim, **options)
-        self.block_table = torch.full((batch, columns), self.pages, dtype=torch.int64, device=self.k.device)
+        columns = -(-capacity // page_size)
+        pages = batch * columns if pages is None else pages
+        self.page_size, self.pages = page_size, pages
+        super().__init__(batch, columns * page_size, num_kv_heads, head_dim, **options)
+        with torch.inference_mode(False):
+            table = torch.full((batch, columns), pages, dtype=torch.int64, device=self.k.device)
+        self.register_buffer("block_table", table, persistent=False)
         self._free = list(range(self.pages))[::-1]
         self._owned: list[list[int]] = [[] for _ in range(batch)]
         self._bounds = [0] * batch  # of the lengths
@@ -65,6 +72,8 @@ class PagedKVCache(KVCache):
         Raises:
             ValueError: the capacity or the pool is too small.
         """
+        if not is_int(n) or n < 0:
+            raise ValueError(f"n is {n!r}; reserve() accepts a number of positions, an int >= 0.")
         if self._lacks(n):
             self._give_back()
             if (lack := self._lacks(n)) is not None:
@@ -94,9 +103,17 @@ class PagedKVCache(KVCache):
     def _slots(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(self.block_table.gather(1, positions // self.page_size), positions % self.page_size)]
 
-    def _attention(self, q: Tensor, **options: Any) -> Tensor:
+    def _attention(self, q: Tensor, *, pre_mix: Any, post_mix: Any, **options: Any) -> Tensor:
+        if pre_mix is not None or post_mix is not None:
+            return attention(q, *self._plain(q.dtype), pre_mix=pre_mix, post_mix=post_mix, **options)
         scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return attention_cached(q, self.k, self.v, block_table=self.block_table, **scales, **options)
+
+    def _plain(self, dtype: torch.dtype) -> list[Tensor]:
+        table = self.block_table.clamp(max=self.pages - 1).flatten()
+        shape = self.batch, -1
+        pages = (_bytes(x).index_select(0, table).view(x.dtype) for x in super()._plain(dtype))
+        return [x.unflatten(0, shape).transpose(1, 2).flatten(2, 3) for x in pages]
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -132,7 +149,7 @@ class PagedKVCache(KVCache):
                 f"reorder() needs {sum(map(len, sources))} pages, as each sequence has its own; the pool has {self.pages}."
             )
         pages = torch.tensor([page for source in sources for page in source], dtype=torch.int64, device=self.k.device)
-        contents = [_bytes(x).index_select(0, pages) for x in (self.k, self.v)]
+        contents = [_bytes(x).index_select(0, pages) for x in self._stored()]
         free = list(range(self.pages))[::-1]
         self._owned = [[free.pop() for _ in source] for source in sources]
         self._free, self._bounds = free, [self._bounds[i] for i in indices.tolist()]
@@ -140,5 +157,5 @@ class PagedKVCache(KVCache):
         for b, owned in enumerate(self._owned):
             self.block_table[b, : len(owned)] = torch.tensor(owned, dtype=torch.int64)
         pages = torch.tensor([page for owned in self._owned for page in owned], dtype=torch.int64, device=self.k.device)
-        for x, content in zip((self.k, self.v), contents):
+        for x, content in zip(self._stored(), contents):
             _bytes(x).index_copy_(0, pages, content)

@@ -1,4 +1,4 @@
-"""Self- and cross-attention with the parts of today's models: grouped heads, rotary embedding, qk-norm, window."""
+"""Self-attention with the parts of today's models: grouped heads, rotary embedding, qk-norm, window, a cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .. import _checks, _foreign, nested
+from .. import _checks, _foreign, biases, nested
 from .. import masks as m
 from ..functional import attention, merge_heads
 from ..packed import attention_qkvpacked
@@ -18,7 +18,7 @@ from .kv_cache import KVCache
 from .rope import RotaryEmbedding
 
 
-class _Attention(NotScriptable, nn.Module):
+class Attention(NotScriptable, nn.Module):
     """What SelfAttention and CrossAttention share: the head counts, the score options and the output projection."""
 
     pre_mix: nn.Parameter | None
@@ -78,7 +78,7 @@ class _Attention(NotScriptable, nn.Module):
         k: Tensor,
         v: Tensor,
         mask: m.Mask | Tensor | None,
-        bias: Tensor | None,
+        bias: Tensor | biases.Bias | None,
         given: tuple[Tensor, Tensor],
     ) -> Tensor:
         """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]. given: the module's inputs (that
@@ -88,7 +88,7 @@ class _Attention(NotScriptable, nn.Module):
             return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
         return self._project_out(attention(q, k, v, **options))
 
-    def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+    def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None) -> dict[str, Any]:
         """What attention takes besides the heads."""
         mask = _inputs.mask_or_none(mask)
         if self._mask is not None:
@@ -146,7 +146,7 @@ class _Attention(NotScriptable, nn.Module):
         return text
 
 
-class SelfAttention(_Attention):
+class SelfAttention(Attention):
     """Multi-head self-attention (Vaswani et al., 2017) with one packed projection; kernels read its parts in place.
 
     Args:
@@ -233,7 +233,7 @@ class SelfAttention(_Attention):
         x: Tensor,
         mask: m.Mask | Tensor | None = None,
         *,
-        bias: Tensor | None = None,
+        bias: Tensor | biases.Bias | None = None,
         cache: KVCache | None = None,
         counts: Tensor | None = None,
         **foreign: NoReturn,  # nothing, to type checkers
@@ -241,8 +241,8 @@ class SelfAttention(_Attention):
         """x [B,S,d_model] -> [B,S,d_model]; or nested (layout torch.jagged), without rope and cache.
 
         Args:
-            mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window. With a cache,
-                Sk is its capacity.
+            mask, bias: as in mha_ext.attention, with Sq = Sk = S; mask applies besides causal and window. With a cache as
+                in its attend(): the same as for whole sequences at once.
             cache: x are the S next positions of its sequences: their keys and values are appended, and attention is to
                 all that the cache holds. Needs causal, and no gradients: torch.no_grad() or torch.inference_mode().
             counts: with a cache, [B]: only the first counts[b] positions of x[b] count, the rest is padding.
@@ -277,10 +277,17 @@ class SelfAttention(_Attention):
     def make_cache(self, batch: int, capacity: int, **options: Any) -> KVCache:
         """A KVCache for this module and sequences of up to capacity positions; options as KVCache's.
 
-        With a window, it is a ring that keeps what the window needs, where that takes less memory.
+        With a window, it is a ring that keeps what the window needs, where that takes less memory. The dtype is that of the
+        activations: under torch.autocast its type, else that of the weights.
+
+        Raises:
+            ValueError: the weights are quantised, so that dtype must be given.
         """
-        weight = self.out_proj.weight
-        options = {"device": weight.device, "dtype": weight.dtype, **options}
+        weight = getattr(self.out_proj, "weight", None)
+        device = weight.device if isinstance(weight, Tensor) else None
+        options = {"device": device, "dtype": None, **options}
+        if options["dtype"] is None:
+            options["dtype"] = _type_of_activations(weight)
         left = None if self.window is None else self.window[0]
         if left is not None and "window" not in options:
             kept = left + max(64, left // 4)
@@ -294,7 +301,7 @@ class SelfAttention(_Attention):
         k: Tensor,
         v: Tensor,
         mask: m.Mask | Tensor | None,
-        bias: Tensor | None,
+        bias: Tensor | biases.Bias | None,
         cache: KVCache,
         counts: Tensor | None,
     ) -> Tensor:
@@ -303,15 +310,14 @@ class SelfAttention(_Attention):
                 f"a cache was given with causal={self.causal}, dropout={self.dropout}, training={self.training}; "
                 "accepted: causal attention without dropout: call eval()."
             )
-        if self.pre_mix is not None:
-            raise ValueError(
-                "a cache was given to a module with talking_heads=True; accepted: one without: leave it out."
-            )
         left = None if self.window is None else self.window[0]
         if left is None and cache.window is not None:
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
         mask = _inputs.mask_or_none(mask)
-        out = cache.attend(q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=self.sinks)
+        out = cache.attend(
+            q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=self.sinks,
+            pre_mix=self.pre_mix, post_mix=self.post_mix,
+        )  # fmt: skip
         return self._project_out(out)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -338,7 +344,7 @@ class SelfAttention(_Attention):
         parts = self.q_norm, self.rope, self.pre_mix, self.post_mix, self.head_mix
         return self.qkv_proj is not None and not x.is_nested and all(part is None for part in parts)
 
-    def _attend_packed(self, x: Tensor, mask: m.Mask | Tensor | None, bias: Tensor | None) -> Tensor:
+    def _attend_packed(self, x: Tensor, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None) -> Tensor:
         options = self._options(mask, bias)
         return self.out_proj(attention_qkvpacked(self._all_heads(x), self.num_heads, **options).flatten(2))
 
@@ -355,75 +361,18 @@ def _load_either_packing(module: Any, state_dict: dict[str, Any], prefix: str, *
             state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
 
 
-class CrossAttention(_Attention):
-    """Multi-head attention of one sequence to another, with a packed key/value projection. Arguments as SelfAttention.
-
-    Args:
-        context_dim: size of the context's features; default d_model.
-
-    Parameters: q_proj, kv_proj (2 Hk * head_dim rows: all keys, then values), or with packed=False k_proj and v_proj;
-    out_proj; q_norm and k_norm.
-    """
-
-    packed_name, part_names = "kv_proj", ("k_proj", "v_proj")
-
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        context_dim: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        qk_norm: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
-        dropout: float = 0.0,
-        softcap: float = 0.0,
-        packed: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **foreign: NoReturn,  # nothing, to type checkers
-    ) -> None:
-        if foreign:
-            raise _foreign.refusal(CrossAttention.__init__, foreign, of_module=True)
-        factory = _inputs.factory(device, dtype)
-        _checks.flags(packed=packed)
-        if context_dim is not None:
-            _checks.size("context_dim", context_dim)
-        super().__init__(
-            d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, False, dropout, softcap, factory
-        )
-        self.context_dim = d_model if context_dim is None else context_dim
-        self.q_proj = nn.Linear(d_model, self.num_heads * self.head_dim, bias=bias, **factory)
-        self.kv_proj: nn.Linear | None = nn.Linear(self.context_dim, sum(self._rows()), bias=bias, **factory)
-        if not packed:
-            self.unpack()
-
-    def _rows(self) -> tuple[int, int]:
-        """Rows of the projections to keys and values."""
-        return (self.num_kv_heads * self.head_dim,) * 2
-
-    def forward(
-        self, x: Tensor, context: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        """x [B,Sq,d_model], context [B,Sk,context_dim] -> [B,Sq,d_model]. mask, bias: as in mha_ext.attention."""
-        _inputs.sequences(x, "x", self.d_model, self.q_proj)
-        _inputs.sequences(context, "context", self.context_dim, self.k_proj if self.kv_proj is None else self.kv_proj)
-        given = x, context
-        if x.is_nested != context.is_nested:
-            raise ValueError("one of x and context is nested; accepted: both or neither: pad.")
-        if x.is_nested:
-            x, context = (nested.values_of(t, name) for t, name in zip(given, ("x", "context")))
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if self.kv_proj is None:
-            k, v = self._parts(context)
-        else:
-            k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
-        self._check_shares(q, k, v)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self._attend(q, k, v, mask, bias, given)
+def _type_of_activations(weight: Any) -> torch.dtype:
+    """What a layer with this weight computes in."""
+    device = weight.device.type if isinstance(weight, Tensor) else "cpu"
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if isinstance(weight, Tensor) and weight.dtype in _checks.DTYPES:
+        return weight.dtype
+    what = _checks.name_of(weight.dtype) if isinstance(weight, Tensor) else "quantised"
+    raise ValueError(
+        f"the weights are {what}, which does not say what the activations are; make_cache() then needs dtype=, their type "
+        "(or torch.int8 or torch.float8_e4m3fn for a quantised cache)."
+    )
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:

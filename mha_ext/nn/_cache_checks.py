@@ -1,0 +1,136 @@
+"""What the caches accept. Everything is checked before anything is written: a refusal leaves a cache as it was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..cached import QUANTISED
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def check_sizes(owner: str, sizes: dict[str, Any], window: Any, dtype: Any) -> None:
+    for name, size in sizes.items():
+        if not is_int(size) or size < 1:
+            raise ValueError(f"{name} is {size!r}; {owner} accepts a positive int.")
+    capacity = sizes["capacity"]
+    if window is not None and (not is_int(window) or not 0 <= window < capacity):
+        raise ValueError(
+            f"window is {window!r} and capacity {capacity}; {owner} accepts a window from 0 to capacity - 1, or None."
+        )
+    if dtype not in _checks.DTYPES and dtype not in QUANTISED:
+        accepted = ", ".join(_checks.name_of(x) for x in (*_checks.DTYPES, *QUANTISED))
+        raise TypeError(f"dtype is {dtype!r}; {owner} accepts one of {accepted}.")
+
+
+def check_scale(x: Any, name: str, dtype: torch.dtype, B: int, Hk: int, device: Any) -> Tensor | None:
+    """A given scale as float32 [B,Hk]."""
+    if x is None:
+        return None
+    if dtype not in QUANTISED:
+        raise ValueError(f"{name} was given with dtype={dtype}; accepted: with int8 or float8_e4m3fn.")
+    try:
+        x = torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is a {type(x).__name__}; accepted: a tensor [Hk] or [B,Hk].") from None
+    if x.shape not in ((), (Hk,), (B, Hk)):
+        raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: [Hk] or [B,Hk] = [{B},{Hk}].")
+    if x.dtype.is_complex or (_checks.values_known(x) and not bool(((x > 0) & x.isfinite()).all())):
+        raise ValueError(f"{name} has numbers that are not positive and finite; accepted: the size of one step.")
+    return x.to(device, torch.float32).expand(B, Hk).clone()
+
+
+def per_sequence(cache: KVCache, x: Any, name: str) -> Tensor:
+    """Integers [B] on the cache's device."""
+    B = cache.batch
+    if not isinstance(x, Tensor):
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name} is a {type(x).__name__}; accepted: an integer tensor [B] = [{B}].") from None
+    _checks.dense(x, name)
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.shape != (B,):
+        raise ValueError(
+            f"{name} is a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}; accepted: an integer tensor "
+            f"[B] = [{B}]."
+        )
+    _checks.same_device(x, name, cache.lengths.device)
+    return x.to(torch.int64)
+
+
+def in_range(x: Tensor, low: int, high: int | None, name: str, accepted: str) -> None:
+    fits = x >= low if high is None else (x >= low) & (x <= high)
+    values = f"are {x.tolist()}" if _checks.values_known(x) else "do not fit"
+    _checks.require(fits.all(), f"{name} {values}; accepted: {accepted}.")
+
+
+def some_sequences(cache: KVCache, x: Any) -> Tensor:
+    """Numbers of sequences, or a bool tensor [B], as an index."""
+    B, device = cache.batch, cache.lengths.device
+    given = x
+    if is_int(x) or (isinstance(x, (list, tuple, range)) and all(map(is_int, x))):
+        x = torch.tensor([x] if is_int(x) else list(x), dtype=torch.int64)
+    integers = isinstance(x, Tensor) and not (x.dtype.is_floating_point or x.dtype.is_complex) and x.dim() <= 1
+    if not integers or (x.dtype == torch.bool and x.shape != (B,)):
+        what = f"a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}" if isinstance(x, Tensor) else repr(given)
+        raise TypeError(f"sequences is {what}; accepted: a number, numbers of sequences, or a bool tensor [B] = [{B}].")
+    if x.dtype != torch.bool:
+        in_range(x, 0, B - 1, "sequences", f"numbers of sequences, 0 to {B - 1}")
+    return x.to(device)
+
+
+def check_new(cache: KVCache, k: Any, v: Any, counts: Any) -> Tensor | None:
+    """Keys, values and counts that are to be appended; returns counts as int64."""
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise TypeError(f"k, v are a {type(k).__name__}, a {type(v).__name__}; a cache accepts two tensors.")
+    for x, name in ((k, "k"), (v, "v")):
+        _checks.dense(x, name)
+    B, Hk, D, Dv = cache.batch, cache.num_kv_heads, cache.k.shape[3], cache.v.shape[3]
+    if k.dim() != 4 or v.dim() != 4 or k.shape != (B, Hk, k.shape[2], D) or v.shape != (B, Hk, k.shape[2], Dv):
+        raise ValueError(
+            f"k, v have shapes {_checks.text(k.shape)}, {_checks.text(v.shape)}; this cache accepts "
+            f"[B,Hk,S,D] = [{B},{Hk},S,{D}] and [B,Hk,S,Dv] = [{B},{Hk},S,{Dv}]."
+        )
+    if k.device != cache.k.device or v.device != cache.k.device:
+        raise ValueError(f"k, v are on {k.device}, {v.device} and the cache on {cache.k.device}; accepted: one device.")
+    names = f"k, v are {_checks.name_of(k.dtype)}, {_checks.name_of(v.dtype)}"
+    if cache.quantised:
+        if k.dtype != v.dtype or k.dtype not in _checks.DTYPES or k.dtype == torch.float64:
+            raise TypeError(f"{names}; a quantised cache accepts float32, bfloat16 or float16.")
+    elif k.dtype != cache.k.dtype or v.dtype != cache.k.dtype:
+        raise TypeError(
+            f"{names} and the cache is {_checks.name_of(cache.k.dtype)}; accepted: one dtype: make the cache with "
+            f"dtype={k.dtype}."
+        )
+    if counts is None:
+        return None
+    counts = per_sequence(cache, counts, "counts")
+    in_range(counts, 0, k.shape[2], "counts", f"numbers from 0 to the {k.shape[2]} positions given")
+    return counts
+
+
+def check_queries(cache: KVCache, q: Any, k: Tensor) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q is a {type(q).__name__}; accepted: a tensor [B,H,S,D].")
+    _checks.dense(q, "q")
+    B, Hk, S, D = k.shape
+    if q.dim() != 4 or q.shape != (B, q.shape[1], S, D) or q.shape[1] % Hk or q.shape[1] == 0:
+        raise ValueError(
+            f"q has shape {_checks.text(q.shape)} and the new keys {_checks.text(k.shape)}; accepted: [B,H,S,D] with the same "
+            f"B = {B}, S = {S}, D = {D}, and H a multiple of Hk = {Hk}: one query for each new key."
+        )
+    if q.dtype != k.dtype:
+        raise TypeError(
+            f"q is {_checks.name_of(q.dtype)} and k {_checks.name_of(k.dtype)}; accepted: one dtype: convert one."
+        )
+    if q.device != k.device:
+        raise ValueError(f"q is on {q.device} and the cache on {k.device}; accepted: one device.")

@@ -1,0 +1,158 @@
+"""Bad calls to caches: one sentence each, and the cache stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import test_cache
+import torch
+
+from mha_ext import biases, masks, nn
+
+B, H, HK, D, DV = test_cache.B, test_cache.H, test_cache.HK, test_cache.D, test_cache.DV
+S = 3
+KINDS = {
+    "contiguous": lambda: nn.KVCache(B, 12, HK, D, value_dim=DV),
+    "int8": lambda: nn.KVCache(B, 12, HK, D, value_dim=DV, dtype=torch.int8),
+    "ring": lambda: nn.KVCache(B, 12, HK, D, value_dim=DV, window=5),
+    "paged": lambda: nn.PagedKVCache(B, 12, HK, D, value_dim=DV, page_size=4, pages=8),
+}
+counts = torch.tensor
+ids = torch.zeros(B, 4, dtype=torch.int64)
+
+# What is called, and what of the message does not depend on the kind of cache.
+CALLS = {
+    "counts beyond the positions": (lambda c, q, k, v: c.append(k, v, counts([1, 9, 0])), r"counts are \[1, 9, 0\]; accepted: numbers from 0 to the 3 positions"),
+    "negative counts": (lambda c, q, k, v: c.append(k, v, counts([1, -1, 0])), r"counts are \[1, -1, 0\]"),
+    "counts in attend": (lambda c, q, k, v: c.attend(q, k, v, counts=counts([1, 4, 0])), r"counts are \[1, 4, 0\]"),
+    "counts of floats": (lambda c, q, k, v: c.append(k, v, counts([1.0, 1, 0])), "counts is a float32 tensor"),
+    "counts of bools": (lambda c, q, k, v: c.append(k, v, counts([True, True, False])), "counts is a bool tensor"),
+    "counts of a string": (lambda c, q, k, v: c.append(k, v, "all"), "counts is a str; accepted: an integer tensor"),
+    "counts of a wrong length": (lambda c, q, k, v: c.append(k, v, counts([1])), r"counts is a int64 tensor of shape \[1\]"),
+    "lists": (lambda c, q, k, v: c.append([k], [v]), "k, v are a list, a list; a cache accepts two tensors"),
+    "no values": (lambda c, q, k, v: c.attend(q, k, None), "k, v are a Tensor, a NoneType"),
+    "sparse keys": (lambda c, q, k, v: c.append(k.to_sparse(), v), "k is a tensor of layout torch.sparse_coo"),
+    "three dimensions": (lambda c, q, k, v: c.append(k[0], v[0]), r"k, v have shapes \[2,3,24\]"),
+    "another head size": (lambda c, q, k, v: c.append(k[..., :8], v), r"k, v have shapes \[3,2,3,8\]"),
+    "fewer values": (lambda c, q, k, v: c.append(k, v[:, :, :2]), "k, v have shapes"),
+    "another type": (lambda c, q, k, v: c.append(k.double(), v.double()), "k, v are float64, float64"),
+    "another device": (lambda c, q, k, v: c.append(k.to("meta"), v.to("meta")), "accepted: one device"),
+    "no queries": (lambda c, q, k, v: c.attend(None, k, v), "q is a NoneType; accepted: a tensor"),
+    "more queries than keys": (lambda c, q, k, v: c.attend(torch.cat([q, q[:, :, :1]], 2), k, v), "one query for each new key"),
+    "fewer queries": (lambda c, q, k, v: c.attend(q[:, :, 1:], k, v), "one query for each new key"),
+    "heads that do not divide": (lambda c, q, k, v: c.attend(q[:, :5], k, v), "H a multiple of Hk = 2"),
+    "queries of another size": (lambda c, q, k, v: c.attend(q[..., :8], k, v), r"q has shape \[3,6,3,8\]"),
+    "queries of another type": (lambda c, q, k, v: c.attend(q.half(), k, v), "q is float16 and k float32"),
+    "queries on another device": (lambda c, q, k, v: c.attend(q.to("meta"), k, v), "q is on meta and the cache on cpu"),
+    "a negative window": (lambda c, q, k, v: c.attend(q, k, v, window=-1), "window is -1; accepted: an int >= 0"),
+    "a window of half a position": (lambda c, q, k, v: c.attend(q, k, v, window=1.5), "window is 1.5; accepted: an int >= 0"),
+    "a true window": (lambda c, q, k, v: c.attend(q, k, v, window=True), "window is True; accepted"),
+    "scale": (lambda c, q, k, v: c.attend(q, k, v, scale="1"), "scale is a str; accepted: a number"),
+    "softcap": (lambda c, q, k, v: c.attend(q, k, v, softcap=-1.0), "softcap is -1.0; accepted: a positive limit"),
+    "sinks": (lambda c, q, k, v: c.attend(q, k, v, sinks=torch.zeros(5)), r"sinks is a float32 tensor of shape \[5\]"),
+    "mix": (lambda c, q, k, v: c.attend(q, k, v, pre_mix=torch.eye(5)), r"pre_mix has shape \[5,5\]"),
+    "a mask of floats": (lambda c, q, k, v: c.attend(q, k, v, mask=torch.zeros(3, 12)), "mask is a float32 tensor"),
+    "a mask of other rows": (lambda c, q, k, v: c.attend(q, k, v, mask=torch.ones(2, 12) > 0), r"mask has shape \[2,12\]"),
+    "a mask of few columns": (lambda c, q, k, v: c.attend(q, k, v, mask=torch.ones(3, 4) > 0), "mask covers 4 positions and the cache has 7"),
+    "documents of few positions": (lambda c, q, k, v: c.attend(q, k, v, mask=masks.Documents(ids)), "Documents covers 4 positions"),
+    "documents of other sequences": (lambda c, q, k, v: c.attend(q, k, v, mask=masks.Documents(ids.repeat(2, 9))), r"ids of shape \[6,36\]"),
+    "padding of other sequences": (lambda c, q, k, v: c.attend(q, k, v, mask=masks.Padding(counts([1, 2]))), "Padding was given a tensor of shape"),
+    "a name as mask": (lambda c, q, k, v: c.attend(q, k, v, mask="causal"), "mask is a str"),
+    "a bias of other heads": (lambda c, q, k, v: c.attend(q, k, v, bias=biases.ALiBi(torch.ones(5))), "ALiBi is for 5 heads but q has 6"),
+    "a bias of few columns": (lambda c, q, k, v: c.attend(q, k, v, bias=torch.zeros(3, 4)), "bias covers 4 positions"),
+    "a bias of ints": (lambda c, q, k, v: c.attend(q, k, v, bias=torch.zeros(3, 12, dtype=torch.int64)), "bias is a int64 tensor"),
+    "a bias as a list": (lambda c, q, k, v: c.attend(q, k, v, bias=[0.0]), "bias is a list; accepted"),
+    "half a length": (lambda c, q, k, v: c.truncate(1.5), "lengths is a float32 tensor"),
+    "a length as text": (lambda c, q, k, v: c.truncate("2"), "lengths is a str; accepted: an integer tensor"),
+    "a negative length": (lambda c, q, k, v: c.truncate(-1), "lengths is -1; truncate\\(\\) accepts numbers >= 0"),
+    "negative lengths": (lambda c, q, k, v: c.truncate(counts([1, -1, 2])), r"lengths are \[1, -1, 2\]"),
+    "lengths of others": (lambda c, q, k, v: c.truncate(counts([1])), "lengths is a int64 tensor of shape"),
+    "a true length": (lambda c, q, k, v: c.truncate(True), "lengths is a bool tensor"),
+    "a sequence that is not there": (lambda c, q, k, v: c.reset(3), r"sequences are \[3\]; accepted: numbers of sequences, 0 to 2"),
+    "a negative sequence": (lambda c, q, k, v: c.reset([0, -1]), r"sequences are \[0, -1\]"),
+    "sequences as text": (lambda c, q, k, v: c.reset("all"), "sequences is 'all'; accepted: a number, numbers of sequences"),
+    "half a sequence": (lambda c, q, k, v: c.reset(torch.tensor(0.5)), "sequences is a float32 tensor"),
+    "flags of others": (lambda c, q, k, v: c.reset(torch.ones(2, dtype=torch.bool)), "sequences is a bool tensor"),
+    "an order of others": (lambda c, q, k, v: c.reorder(counts([0, 1])), "indices is a int64 tensor of shape"),
+    "an order that is not there": (lambda c, q, k, v: c.reorder(counts([0, 1, 3])), r"indices are \[0, 1, 3\]"),
+    "an order of floats": (lambda c, q, k, v: c.reorder(torch.zeros(3)), "indices is a float32 tensor"),
+    "more than there is room": (lambda c, q, k, v: c.append(k.repeat(1, 1, 5, 1), v.repeat(1, 1, 5, 1)), "15 positions were"),
+}  # fmt: skip
+
+
+def state_of(cache):
+    buffers = {name: x.view(torch.int8) if x.itemsize == 1 else x for name, x in cache.named_buffers()}
+    rest = {name: x for name, x in vars(cache).items() if name in ("_free", "_owned")}
+    return {name: x.clone() for name, x in buffers.items()}, {name: [list(y) if isinstance(y, list) else y for y in x] for name, x in rest.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", CALLS)
+@torch.no_grad()
+def test_a_refusal_changes_nothing(call, kind):
+    q, k, v = test_cache.whole(length=4 + S)
+    cache = KINDS[kind]()
+    cache.append(k[:, :, :4], v[:, :, :4])
+    before, rest = state_of(cache)
+    function, message = CALLS[call]
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        function(cache, *(x[:, :, 4:] for x in (q, k, v)))
+    text = str(raised.value)
+    assert text.count("accept") == 1 and "\n" not in text
+    after, rest_after = state_of(cache)
+    assert rest == rest_after
+    for name, x in before.items():
+        assert torch.equal(after[name], x) or (after[name].isnan() == x.isnan()).all()
+
+
+def test_no_pages_left():
+    cache = nn.PagedKVCache(2, 12, 1, 4, page_size=4, pages=3)
+    k = torch.ones(2, 1, 4, 4)
+    cache.append(k, k)
+    before, rest = state_of(cache)
+    for n in (-3, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=r"n is .*; reserve\(\) accepts a number of positions"):
+            cache.reserve(n)
+    with pytest.raises(ValueError, match="2 more pages are needed and 1 of 3 are free"):
+        cache.append(k, k)
+    after, rest_after = state_of(cache)
+    assert rest == rest_after and all(torch.equal(after[n], x) or x.isnan().any() for n, x in before.items())
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"batch": 0}, "batch is 0; KVCache accepts a positive int"),
+        ({"capacity": 2.0}, "capacity is 2.0; KVCache accepts a positive int"),
+        ({"num_kv_heads": "2"}, "num_kv_heads is '2'"),
+        ({"head_dim": True}, "head_dim is True"),
+        ({"value_dim": -1}, "value_dim is -1"),
+        ({"window": 8}, "window is 8 and capacity 8"),
+        ({"window": 1.0}, "window is 1.0 and capacity 8"),
+        ({"dtype": torch.int32}, "dtype is torch.int32; KVCache accepts one of float32"),
+        ({"dtype": "int8"}, "dtype is 'int8'; KVCache accepts one of"),
+        ({"dtype": torch.int8, "k_scale": torch.tensor([1.0, -1.0])}, "k_scale has numbers that are not positive and finite"),
+        ({"dtype": torch.int8, "v_scale": torch.tensor([torch.nan, 1.0])}, "v_scale has numbers that are not positive"),
+        ({"dtype": torch.int8, "k_scale": torch.ones(3)}, r"k_scale has shape \[3\]; accepted: \[Hk\] or \[B,Hk\] = \[2,2\]"),
+        ({"dtype": torch.int8, "k_scale": "big"}, "k_scale is a str; accepted: a tensor"),
+        ({"k_scale": torch.ones(2)}, "k_scale was given with dtype=torch.float32"),
+    ],
+)
+def test_making_one(options, message):
+    given = {"batch": 2, "capacity": 8, "num_kv_heads": 2, "head_dim": 4} | options
+    with pytest.raises((ValueError, TypeError), match=message):
+        nn.KVCache(**given)
+
+
+def test_modules():
+    module, x = nn.SelfAttention(8, 2, causal=True).eval(), torch.zeros(1, 1, 8)
+    with torch.no_grad():
+        for cache in ({}, [], "yes", torch.zeros(2)):
+            with pytest.raises(TypeError, match="cache is a .*; accepted: a KVCache, as make_cache"):
+                module(x, cache=cache)
+        with pytest.raises(TypeError, match=r"x is a list; accepted: a tensor \[B,S,8\]"):
+            module([x])
+        with pytest.raises(ValueError, match=r"k, v have shapes \[1,2,1,4\].*; this cache accepts"):
+            module(x, cache=nn.SelfAttention(12, 3, causal=True).make_cache(1, 4))
+    windowed = nn.SelfAttention(8, 2, causal=True, window=2).make_cache(1, 1000)
+    with torch.no_grad(), pytest.raises(ValueError, match="the cache keeps a window of 2 but this module has none"):
+        module(x, cache=windowed)
