@@ -315,7 +315,7 @@ class SelfAttention(Attention):
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
         mask = _inputs.mask_or_none(mask)
         out = cache.attend(
-            q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=self.sinks,
+            q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=_local(self.sinks),
             pre_mix=self.pre_mix, post_mix=self.post_mix,
         )  # fmt: skip
         return self._project_out(out)
