@@ -53,7 +53,9 @@ pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> s
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+// Nothing here counts on the interpreter's lock: what is written once (the choice of the instruction set) is a static
+// of a function, and what a call needs lies on its stack or in its own workspace.
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Compiled part of mha_ext: importing it registers torch.ops.mha_ext.*";
   m.def("build_info", &build_info, "What this build is, by name.");
   m.def(
@@ -61,5 +63,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_plan", &attention_plan, pybind11::arg("dtype"), pybind11::arg("sizes"), pybind11::arg("dropout"),
         pybind11::arg("mixed"), pybind11::arg("threads"),
         "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv).");
+  m.def("built_isas", &mha::cpu::built_isas, "The instruction sets of this build, plainest first.");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
 }

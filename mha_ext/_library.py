@@ -25,7 +25,8 @@ except ImportError as error:
     ) from error
 
 build_info: dict[str, Any] = _C.build_info()
-cpu_isa, available_isas, attention_plan = _C.cpu_isa, _C.available_isas, _C.attention_plan
+cpu_isa, attention_plan = _C.cpu_isa, _C.attention_plan
+built_isas, available_isas = _C.built_isas, _C.available_isas
 # Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 if build_info["cuda"] and torch.version.cuda is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,6 @@ from . import _checks, _ops, biases, masks
 from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
 from .masks.base import offset_of
-
-_ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 # What may not be combined, with what, and why; docs/support.md shows it.
@@ -233,6 +232,7 @@ def _kernel(call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
 
 
 _logged: set[tuple[Any, ...]] = set()
+_logging = threading.Lock()
 
 
 def log(call: Call) -> None:
@@ -247,14 +247,17 @@ def log(call: Call) -> None:
         return
     strides = tuple(x.stride() for x in call.given)
     kind = str(call), strides, call.numbers[2], call.return_weights, bool(call.mixes), torch.is_autocast_enabled(q.device.type)
-    if kind not in _logged:
+    with _logging:
+        first = kind not in _logged
         _logged.add(kind)
+    if first:
         print(f"mha_ext: {plan_of(call)}", file=sys.stderr, flush=True)
 
 
 def _cpu_refusals() -> dict[str, str]:
     available, absent = _ops.available_isas(), "this machine, or its operating system, does not have it"
-    better = _ISAS[_ISAS.index(_ops.cpu_isa()) + 1 :]
+    isas = _ops.built_isas()
+    better = isas[isas.index(_ops.cpu_isa()) + 1 :]
     refusals = {isa: "MHA_EXT_CPU_ISA names another" if isa in available else absent for isa in better}
     refusals["cuda"] = _ops.without_cuda or "the tensors are on the CPU"
     return refusals

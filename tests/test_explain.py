@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -42,7 +44,8 @@ def test_tasks_and_workspace_follow_the_problem():
 
 def test_what_is_not_used_has_a_reason():
     plan = explain(*qkv())
-    isas = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+    x86, arm = ["avx2", "avx512", "avx512_bf16", "amx"], ["neon", "neon_bf16"]
+    isas = ["scalar", *{"x86_64": x86, "AMD64": x86, "aarch64": arm, "arm64": arm}.get(platform.machine(), [])]
     better = isas[isas.index(mha_ext._ops.cpu_isa()) + 1 :]
     assert set(plan.refusals) == {*better, "cuda"} and all(plan.refusals.values())
     if mha_ext._ops.without_cuda:

@@ -40,7 +40,7 @@ def run(code: str, isa: str | None, *args: str, **more) -> subprocess.CompletedP
 
 def cpu_flags() -> set[str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
+        if line.startswith(("flags", "Features")):
             return set(line.split(":")[1].split())
     return set()
 
@@ -51,15 +51,16 @@ NEEDS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
     "amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi", "amx_tile", "amx_bf16"},
+    "neon": {"asimd"},
+    "neon_bf16": {"asimd", "bf16"},
 }
+NEEDS = {isa: NEEDS[isa] for isa in mha_ext._ops.built_isas()}
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks the Linux kernel what the processor has")
 def test_what_is_available_is_what_the_machine_has():
     flags = cpu_flags()
-    if "sse2" not in flags:
-        assert AVAILABLE == ["scalar"]
-        return
+    assert flags
     for isa, needs in NEEDS.items():
         refused = isa == "amx" and "refused by the operating system" in run(PROBE, isa).stderr
         assert (isa in AVAILABLE) == (needs <= flags and not refused), isa

@@ -34,6 +34,27 @@ def softmax_and_heads() -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [scores, bias]), merged]
 
 
+def other_calls() -> list[torch.Tensor]:
+    """What neither cases nor softmax_and_heads call: packed sequences, one tensor for q, k and v, talking heads, caches, modules, explain."""
+    gen = cases.generator(2)
+    qkv, starts = cases.randn(gen, 1, 60, 12, 8).requires_grad_(), torch.tensor([0, 11, 60])
+    q, k, v = qkv[0].split(4, 1)
+    mix = cases.randn(gen, 4, 4).requires_grad_()
+    outs = [
+        mha_ext.attention_varlen(q, k, v, starts, starts, mask=masks.Causal()),
+        mha_ext.attention_qkvpacked(qkv.flatten(2), 4, bias=mha_ext.biases.ALiBi(torch.ones(4) / 8)),
+        mha_ext.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), pre_mix=mix, post_mix=mix),
+    ]
+    grads = torch.autograd.grad(sum(out.square().sum() for out in outs), [qkv, mix])
+    with torch.no_grad():
+        cache = mha_ext.nn.KVCache(1, 4, 64, 8, dtype=torch.int8)
+        steps = ([x[i : i + 5].transpose(0, 1)[None] for x in (q, k, v)] for i in range(0, 20, 5))
+        cached = [cache.attend(*step) for step in steps]
+    plan = str(mha_ext.explain(*(x.transpose(0, 1)[None] for x in (q, k, v))))
+    assert "attention" in plan
+    return [*(out.detach() for out in outs), *grads, *cached]
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -107,13 +128,14 @@ def test_many_python_threads_at_once():
     """Eight threads run forward and backward of different cases at the same time: each gets its own right result, bit for bit."""
     todo = [c for c in cases.CORE for _ in range(6)]
     expected = {c.id: results_of(c) for c in cases.CORE}
-    expected_softmax = softmax_and_heads()
+    others = softmax_and_heads, other_calls
+    expected_others = [call() for call in others]
     start = threading.Barrier(8)
 
     def work(n):
         start.wait()
         wrong = [c.id for c in todo[n::8] if not same(results_of(c), expected[c.id])]
-        return wrong + ([] if same(softmax_and_heads(), expected_softmax) else ["softmax and heads"])
+        return wrong + [call.__name__ for call, results in zip(others, expected_others) if not same(call(), results)]
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert [wrong for found in pool.map(work, range(8)) for wrong in found] == []

@@ -3,8 +3,11 @@
 #include <cstdint>
 
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -72,6 +75,13 @@ CpuFeatures detect_cpu_features() {
   const Registers tiles = cpuid(0x1D, 1);  // of palette 1: bytes in a row, then tiles; rows
   f.amx = f.avx512_bf16 && all_of(saved, kTiles) && all_of(extended.edx, kAmx) && all_of(extended.ecx, kVbmi) &&
           (tiles.ebx & 0xFFFF) >= 64 && tiles.ebx >> 16 >= 8 && (tiles.ecx & 0xFFFF) >= 16;
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers don't have
+  f.neon_bf16 = (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int there = 0;
+  size_t size = sizeof(there);
+  f.neon_bf16 = sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) == 0 && there != 0;
 #endif
   return f;
 }

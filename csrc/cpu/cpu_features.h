@@ -1,5 +1,5 @@
-// What this processor and operating system can run, asked of the hardware (CPUID for the instructions, XGETBV for
-// whether the system saves their registers).
+// What this processor and operating system can run, asked of the hardware (x86: CPUID for the instructions, XGETBV for
+// whether the system saves their registers) or, on ARM64, of the system.
 #pragma once
 
 namespace mha::cpu {
@@ -9,6 +9,7 @@ struct CpuFeatures {
   bool avx512 = false;       // avx2 and AVX512 F, BW, CD, DQ, VL
   bool avx512_bf16 = false;  // avx512 and its bf16 dot products
   bool amx = false;          // avx512_bf16 and AMX-BF16, which takes request_tiles() too
+  bool neon_bf16 = false;    // dot products of bf16 (FEAT_BF16)
 };
 
 CpuFeatures detect_cpu_features();

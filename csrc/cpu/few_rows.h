@@ -120,7 +120,8 @@ MHA_INLINE void dot_step(const Key* const* key, const Unit* q, int64_t ld, int n
 template <class Unit, int kRows, class Key, class T>
 inline void few_scores_of(const Key* key, int64_t stride, int keys, int n, const Unit* q, int64_t ld, int rows,
                           T* score, const ReadAhead& ahead, int64_t fetch_bytes) {
-  constexpr int L = Vec<T>::lanes, kKeys = L > kRows ? L / kRows : 1, kSums = kRows * kKeys;
+  // So many sums that whole vectors of them are added up, and that no product waits for the one before.
+  constexpr int L = Vec<T>::lanes, kSums = std::max(L, kVecRegisters / 2), kKeys = kSums / kRows;
   for (int j = 0; j < keys; j += kKeys) {
     const Key* row[kKeys];
     ReadAhead::Lines lines[kKeys];

@@ -48,13 +48,9 @@ template <int N>
 struct Product<Pairs<N>> {
   using Acc = float;
   using Operand = VecPair;
-  static MHA_INLINE Operand broadcast(const Pairs<N>* a) {
-    int32_t bits;
-    std::memcpy(&bits, a, 4);
-    return {_mm512_set1_epi32(bits)};
-  }
-  static MHA_INLINE Operand load_b(const Pairs<N>* b) { return {_mm512_loadu_si512(b)}; }
-  static MHA_INLINE Operand load_b(const Pairs<N>* b, int n) { return {_mm512_maskz_loadu_epi32(lanes16(n), b)}; }
+  static MHA_INLINE Operand broadcast(const Pairs<N>* a) { return set1_pair(a); }
+  static MHA_INLINE Operand load_b(const Pairs<N>* b) { return load_pairs(b); }
+  static MHA_INLINE Operand load_b(const Pairs<N>* b, int n) { return load_pairs(b, n); }
   static MHA_INLINE VecF step(Operand a, Operand b, VecF c) { return dot(a, b, c); }
 };
 #endif
@@ -107,6 +103,9 @@ struct ProductState {};
 #ifdef MHA_HAS_AMX
 template <int Planes>
 inline void gemm_amx(const GemmArgs<Pairs<Planes>>& g, int M, int N);
+#endif
+#ifdef MHA_HAS_BFMMLA
+inline void gemm_mmla(const GemmArgs<Pair>& g, int M, int N);
 #endif
 
 // Calls f(0) .. f(N - 1), written out: in a loop, GCC keeps the sums of a register tile in memory before and after the
@@ -187,6 +186,9 @@ inline void gemm(int M, int N, int K, const Unit* a, int64_t am, int64_t ak, con
     if (ak == 1) return gemm_amx(g, M, N);
   }
 #endif
+#ifdef MHA_HAS_BFMMLA
+  if constexpr (kPairs<Unit>) return gemm_mmla(g, M, N);
+#endif
   int n = 0;
   for (; n + kTileVecs * L <= N; n += kTileVecs * L) gemm_columns<kTileVecs, false>(g, M, n, 0);
   if constexpr (kTileVecs > 2) {
@@ -200,4 +202,7 @@ MHA_ISA_END
 
 #ifdef MHA_HAS_AMX
 #include "gemm_amx.h"
+#endif
+#ifdef MHA_HAS_BFMMLA
+#include "gemm_mmla.h"
 #endif

@@ -27,6 +27,9 @@ std::vector<Candidate> candidates() {
   all.push_back({"avx512", f.avx512, kernels_avx512});
   all.push_back({"avx512_bf16", f.avx512_bf16, kernels_avx512_bf16});
   all.push_back({"amx", f.amx, kernels_amx, request_tiles});
+#elif defined(__aarch64__)
+  all.push_back({"neon", true, kernels_neon});
+  all.push_back({"neon_bf16", detect_cpu_features().neon_bf16, kernels_neon_bf16});
 #endif
   return all;
 }
@@ -44,6 +47,12 @@ const Kernels& choose() {
 }
 
 }  // namespace
+
+std::vector<std::string> built_isas() {
+  std::vector<std::string> names;
+  for (const Candidate& c : candidates()) names.push_back(c.name);
+  return names;
+}
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;

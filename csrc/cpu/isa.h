@@ -7,6 +7,9 @@
 
 namespace mha::cpu {
 
+// Names of the tables in this build, from the plainest ("scalar") to the best.
+std::vector<std::string> built_isas();
+
 // Names of the tables that this machine runs, from the plainest ("scalar") to the best, which is the default.
 std::vector<std::string> available_isas();
 

@@ -2,10 +2,7 @@
 #include "isa_prelude.h"
 
 #if defined(__x86_64__)
-// The target region lasts to the end of the file, where templates are instantiated.
-#pragma GCC target(                                                                             \
-    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,amx-tile,amx-bf16," \
-    "prefer-vector-width=512")
+MHA_TARGET_BEGIN(MHA_AMX)
 #define MHA_HAS_BF16_DOT 1
 #define MHA_HAS_AMX 1
 #define MHA_HAS_VBMI 1
@@ -21,4 +18,5 @@ const Kernels& kernels_amx() {
   return k;
 }
 }  // namespace mha::cpu
+MHA_TARGET_END
 #endif

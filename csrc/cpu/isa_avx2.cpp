@@ -2,8 +2,7 @@
 #include "isa_prelude.h"
 
 #if defined(__x86_64__)
-// The target region lasts to the end of the file, where templates are instantiated.
-#pragma GCC target("avx2,fma,f16c")
+MHA_TARGET_BEGIN(MHA_AVX2)
 
 #define MHA_ISA_NS avx2
 #include "vec_avx2.h"
@@ -16,4 +15,5 @@ const Kernels& kernels_avx2() {
   return k;
 }
 }  // namespace mha::cpu
+MHA_TARGET_END
 #endif

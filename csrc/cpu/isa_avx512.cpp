@@ -2,8 +2,7 @@
 #include "isa_prelude.h"
 
 #if defined(__x86_64__)
-// The target region lasts to the end of the file, where templates are instantiated.
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+MHA_TARGET_BEGIN(MHA_AVX512)
 
 #define MHA_ISA_NS avx512
 #include "vec_avx512.h"
@@ -16,4 +15,5 @@ const Kernels& kernels_avx512() {
   return k;
 }
 }  // namespace mha::cpu
+MHA_TARGET_END
 #endif

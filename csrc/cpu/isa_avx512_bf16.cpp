@@ -2,8 +2,7 @@
 #include "isa_prelude.h"
 
 #if defined(__x86_64__)
-// The target region lasts to the end of the file, where templates are instantiated.
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+MHA_TARGET_BEGIN(MHA_AVX512_BF16)
 #define MHA_HAS_BF16_DOT 1
 
 #define MHA_ISA_NS avx512_bf16
@@ -17,4 +16,5 @@ const Kernels& kernels_avx512_bf16() {
   return k;
 }
 }  // namespace mha::cpu
+MHA_TARGET_END
 #endif

@@ -47,6 +47,8 @@ const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512_bf16();  // avx512 with bf16 dot products
 const Kernels& kernels_amx();          // avx512_bf16 with bf16 tiles
+const Kernels& kernels_neon();
+const Kernels& kernels_neon_bf16();  // neon with bf16 dot products
 
 // The table in use: the best that this machine runs, or the one named by MHA_EXT_CPU_ISA. Throws std::runtime_error,
 // in one sentence, when this machine does not run the named one.

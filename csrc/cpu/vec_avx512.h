@@ -1,4 +1,4 @@
-// Vectors of 512 bits: 16 floats or 8 doubles. vec_scalar.h and vec_avx2.h offer the same names.
+// Vectors of 512 bits: 16 floats or 8 doubles. vec_scalar.h, vec_avx2.h and vec_neon.h offer the same names.
 #pragma once
 
 MHA_ISA_BEGIN
@@ -240,6 +240,13 @@ struct VecPair {
   static constexpr int lanes = 16;
   __m512i v;
 };
+MHA_INLINE VecPair set1_pair(const void* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  return {_mm512_set1_epi32(bits)};
+}
+MHA_INLINE VecPair load_pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
+MHA_INLINE VecPair load_pairs(const void* p, int n) { return {_mm512_maskz_loadu_epi32(lanes16(n), p)}; }
 MHA_INLINE VecF dot(VecPair a, VecPair b, VecF c) { return {_mm512_dpbf16_ps(c.v, __m512bh(a.v), __m512bh(b.v))}; }
 // Lane l holds even[l] and odd[l], rounded to nearest even.
 MHA_INLINE VecPair interleave_bf16(VecF even, VecF odd) {

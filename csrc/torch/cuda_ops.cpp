@@ -134,5 +134,9 @@ PyMODINIT_FUNC PyInit__C_cuda() {
                                   {}};
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  PyObject* made = PyModule_Create(&module);
+#ifdef Py_GIL_DISABLED
+  if (made) PyUnstable_Module_SetGIL(made, Py_MOD_GIL_NOT_USED);
+#endif
+  return made;
 }

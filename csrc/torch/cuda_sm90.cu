@@ -20,5 +20,9 @@ PyMethodDef methods[] = {{"kernels", get_kernels, METH_NOARGS, nullptr}, {}};
 PyMODINIT_FUNC PyInit__C_cuda_sm90() {
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C_cuda_sm90", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  PyObject* made = PyModule_Create(&module);
+#ifdef Py_GIL_DISABLED
+  if (made) PyUnstable_Module_SetGIL(made, Py_MOD_GIL_NOT_USED);
+#endif
+  return made;
 }

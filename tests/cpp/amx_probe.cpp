@@ -3,8 +3,7 @@
 
 #include "../../csrc/cpu/isa_prelude.h"
 
-#pragma GCC target( \
-    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+MHA_TARGET_BEGIN(MHA_AMX)
 #define MHA_HAS_BF16_DOT 1
 #define MHA_HAS_AMX 1
 #define MHA_ISA_NS amx_probe
@@ -29,3 +28,5 @@ void amx_gemm(const AmxGemm& g) {
   using namespace mha::cpu::amx_probe;
   g.planes == 2 ? multiply<Pairs<2>>(g) : multiply<Pair>(g);
 }
+
+MHA_TARGET_END

@@ -4,21 +4,31 @@
 #include "../../csrc/cpu/isa_prelude.h"
 
 #if defined(PROBE_avx2)
-#pragma GCC target("avx2,fma,f16c")
+MHA_TARGET_BEGIN(MHA_AVX2)
 #define MHA_ISA_NS avx2
 #define PROBE math_probe_avx2
 #include "../../csrc/cpu/vec_avx2.h"
 #elif defined(PROBE_avx512)
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+MHA_TARGET_BEGIN(MHA_AVX512)
 #define MHA_ISA_NS avx512
 #define PROBE math_probe_avx512
 #include "../../csrc/cpu/vec_avx512.h"
 #elif defined(PROBE_avx512_bf16)
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+MHA_TARGET_BEGIN(MHA_AVX512_BF16)
 #define MHA_ISA_NS avx512_bf16
 #define MHA_HAS_BF16_DOT 1
 #define PROBE math_probe_avx512_bf16
 #include "../../csrc/cpu/vec_avx512.h"
+#elif defined(PROBE_neon)
+#define MHA_ISA_NS neon
+#define PROBE math_probe_neon
+#include "../../csrc/cpu/vec_neon.h"
+#elif defined(PROBE_neon_bf16)
+MHA_TARGET_BEGIN(MHA_NEON_BF16)
+#define MHA_ISA_NS neon_bf16
+#define MHA_HAS_BF16_DOT 1
+#define PROBE math_probe_neon_bf16
+#include "../../csrc/cpu/vec_neon.h"
 #else
 #define MHA_ISA_NS scalar
 #define PROBE math_probe_scalar
@@ -74,3 +84,7 @@ MathProbe PROBE() {
   return {map<float, exp2_5>, map<float, exp2_4>, map<float, tanh_f>, map<double, exp2_d>, map<double, tanh_d>,
           widen_row<bf16>,    widen_row<f16>,     narrow_row<bf16>,   narrow_row<f16>};
 }
+
+#if !defined(PROBE_scalar) && !defined(PROBE_neon)
+MHA_TARGET_END
+#endif

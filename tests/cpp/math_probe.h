@@ -18,3 +18,5 @@ MathProbe math_probe_scalar();
 MathProbe math_probe_avx2();
 MathProbe math_probe_avx512();
 MathProbe math_probe_avx512_bf16();
+MathProbe math_probe_neon();
+MathProbe math_probe_neon_bf16();

@@ -22,7 +22,7 @@ foreach(object IN LISTS objects)
     elseif(kind STREQUAL "W")
       execute_process(COMMAND ${OBJDUMP} -d --no-show-raw-insn --disassemble=${symbol} ${object} OUTPUT_VARIABLE code
                       COMMAND_ERROR_IS_FATAL ANY)
-      if(code MATCHES "[ \t](v[a-z0-9]+ [^\n]*%[xyz]mm)")
+      if(code MATCHES "[ \t](v[a-z0-9]+ [^\n]*%[xyz]mm|bf[a-z0-9]+[ \t]+v[0-9]+\\.[^\n]*)")
         message(SEND_ERROR "${object} shares ${symbol}, which has instructions of its own: ${CMAKE_MATCH_1}")
       endif()
     elseif(NOT kind STREQUAL "V" AND NOT symbol MATCHES "^__(odr_)?a[ds]")

@@ -52,6 +52,10 @@ void refusals() {
   check((__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) == f.avx512,
         "AVX-512 is found if and only if the compiler's runtime finds it");
+#elif defined(__aarch64__)
+  check(refusal("neon").empty(), "every ARM64 processor has NEON");
+  check(refusal("neon_bf16").empty() == mha::cpu::detect_cpu_features().neon_bf16,
+        "neon_bf16 is taken if and only if this machine has it");
 #endif
 }
 

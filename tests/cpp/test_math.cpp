@@ -114,6 +114,9 @@ int main() {
       {"avx2", math_probe_avx2},
       {"avx512", math_probe_avx512},
       {"avx512_bf16", math_probe_avx512_bf16},
+#elif defined(__aarch64__)
+      {"neon", math_probe_neon},
+      {"neon_bf16", math_probe_neon_bf16},
 #endif
   };
   for (const std::string& isa : mha::cpu::available_isas()) {
