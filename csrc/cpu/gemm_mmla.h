@@ -23,9 +23,6 @@ MHA_INLINE uint32x4_t mmla_rows(const Pair* a, int64_t am, int64_t ak, bool sing
     const uint64x2_t rows = vcombine_u64(vcreate_u64(bits_of<uint64_t>(a)), vcreate_u64(0));
     return vreinterpretq_u32_u64(vsetq_lane_u64(bits_of<uint64_t>(single ? a : a + am), rows, 1));
   }
-  if (kBoth && am == 1 && !single)
-    return vzip1q_u32(vcombine_u32(vcreate_u32(bits_of<uint64_t>(a)), vdup_n_u32(0)),
-                      vcombine_u32(vcreate_u32(bits_of<uint64_t>(a + ak)), vdup_n_u32(0)));
   const Pair* next = single ? a : a + am;
   uint32x4_t rows = vsetq_lane_u32(bits_of<uint32_t>(next), vsetq_lane_u32(bits_of<uint32_t>(a), vdupq_n_u32(0), 0), 2);
   if (kBoth) {
@@ -35,8 +32,17 @@ MHA_INLINE uint32x4_t mmla_rows(const Pair* a, int64_t am, int64_t ak, bool sing
   return rows;
 }
 
+// The same for rows m to m + 7 that are neighbours (am = 1), two by two.
+template <bool kBoth>
+MHA_INLINE void mmla_neighbours(const Pair* a, int64_t ak, uint32x4_t* rows) {
+  repeat<2>([&](int i) MHA_INLINE_LAMBDA {
+    const uint32x4_t first = load_pairs(a + 4 * i).v, second = kBoth ? load_pairs(a + 4 * i + ak).v : vdupq_n_u32(0);
+    rows[2 * i] = vzip1q_u32(first, second), rows[2 * i + 1] = vzip2q_u32(first, second);
+  });
+}
+
 // 2 * RowPairs rows from m on (one, with `single`) and Vecs vectors of columns from n on. Tail as in gemm_tile.
-template <int RowPairs, int Vecs, bool HasTail>
+template <int RowPairs, int Vecs, bool HasTail, bool kNeighbours = false>
 inline void mmla_tile(const GemmArgs<Pair>& g, int m, int n, int tail, bool single) {
   constexpr int L = VecF::lanes;
   static_assert(!HasTail || Vecs == 1);
@@ -52,10 +58,16 @@ inline void mmla_tile(const GemmArgs<Pair>& g, int m, int n, int tail, bool sing
       const uint32x4_t first = load(b + v * L), second = both.value ? load(b + ldb + v * L) : vdupq_n_u32(0);
       columns[2 * v] = vzip1q_u32(first, second), columns[2 * v + 1] = vzip2q_u32(first, second);
     });
-    repeat<RowPairs>([&](int r) MHA_INLINE_LAMBDA {
-      const uint32x4_t rows = mmla_rows<both.value>(a + 2 * r * am, am, ak, single);
-      repeat<Vecs * 2>([&](int c) MHA_INLINE_LAMBDA { mmla(&sum[r * Vecs * 2 + c], rows, columns[c]); });
-    });
+    uint32x4_t rows[RowPairs];
+    if constexpr (kNeighbours) {
+      static_assert(RowPairs == 4);
+      mmla_neighbours<both.value>(a, ak, rows);
+    } else {
+      repeat<RowPairs>([&](int r)
+                           MHA_INLINE_LAMBDA { rows[r] = mmla_rows<both.value>(a + 2 * r * am, am, ak, single); });
+    }
+    repeat<RowPairs * Vecs * 2>(
+        [&](int i) MHA_INLINE_LAMBDA { mmla(&sum[i], rows[i / (Vecs * 2)], columns[i % (Vecs * 2)]); });
   };
   int k = 0;
   for (; k + 2 <= g.K; k += 2, a += 2 * ak, b += 2 * ldb) step(std::true_type());
@@ -79,7 +91,10 @@ inline void mmla_columns(const GemmArgs<Pair>& g, int M, int n, int tail) {
   int m = 0;
   for (; m + 8 <= M; m += 8) {
     if (n == 0) g.ahead.fetch_share(m, m + 8, M);
-    mmla_tile<4, Vecs, HasTail>(g, m, n, tail, false);
+    if (g.am == 1)
+      mmla_tile<4, Vecs, HasTail, true>(g, m, n, tail, false);
+    else
+      mmla_tile<4, Vecs, HasTail>(g, m, n, tail, false);
   }
   for (; m < M; m += 2) mmla_tile<1, Vecs, HasTail>(g, m, n, tail, m + 1 == M);
 }
