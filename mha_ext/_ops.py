@@ -22,8 +22,8 @@ from ._library import attention_cached as attention_cached
 from ._library import attention_kernels as attention_kernels
 from ._library import attention_plan as attention_plan
 from ._library import available_isas as available_isas
-from ._library import built_isas as built_isas
 from ._library import build_info as build_info
+from ._library import built_isas as built_isas
 from ._library import cpu_isa as cpu_isa
 from ._library import draw_rng_state as draw_rng_state
 from ._library import dropout_mask as dropout_mask

@@ -15,7 +15,6 @@ from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
 from .masks.base import offset_of
 
-
 # What may not be combined, with what, and why; docs/support.md shows it.
 REFUSED = (
     ("return_weights", "attention_varlen, nested tensors", "sequences of different lengths have no weights of one shape"),

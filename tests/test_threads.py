@@ -42,12 +42,12 @@ def other_calls() -> list[torch.Tensor]:
     mix = cases.randn(gen, 4, 4).requires_grad_()
     outs = [
         mha_ext.attention_varlen(q, k, v, starts, starts, mask=masks.Causal()),
-        mha_ext.attention_qkvpacked(qkv.flatten(2), 4, bias=mha_ext.biases.ALiBi(torch.ones(4) / 8)),
+        mha_ext.attention_qkvpacked(qkv, 4, bias=mha_ext.biases.ALiBi(torch.ones(4) / 8)),
         mha_ext.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), pre_mix=mix, post_mix=mix),
     ]
     grads = torch.autograd.grad(sum(out.square().sum() for out in outs), [qkv, mix])
     with torch.no_grad():
-        cache = mha_ext.nn.KVCache(1, 4, 64, 8, dtype=torch.int8)
+        cache = mha_ext.nn.KVCache(1, 64, 4, 8, dtype=torch.int8)
         steps = ([x[i : i + 5].transpose(0, 1)[None] for x in (q, k, v)] for i in range(0, 20, 5))
         cached = [cache.attend(*step) for step in steps]
     plan = str(mha_ext.explain(*(x.transpose(0, 1)[None] for x in (q, k, v))))
