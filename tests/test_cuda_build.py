@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import sass
 import torch
+from torch.utils import cpp_extension
 
 import mha_ext
 
@@ -92,7 +93,7 @@ def test_a_build_for_all_gpus_has_machine_code_for_each(tmp_path):
     assert hopper
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-        flags = torch.utils.cpp_extension._get_cuda_arch_flags()
+        flags = cpp_extension._get_cuda_arch_flags()
     built = tmp_path / "dropout_mask.o"
     source = ROOT / "csrc" / "cuda" / "dropout_mask.cu"
     subprocess.run([nvcc, "-std=c++20", *flags, "-c", "-o", built, source], check=True)
