@@ -243,7 +243,7 @@ def module_case(dtype: torch.dtype, backward: bool) -> Case:
 def model_case(dtype: torch.dtype, backward: bool) -> Case:
     """A whole model of torch's modules, with one line added to the program."""
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True, norm_first=True, dtype=dtype)
+    layer = torch.nn.TransformerEncoderLayer(512, 8, 2048, 0.0, "gelu", batch_first=True, norm_first=True, dtype=dtype)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(backward)
     x, hidden = torch.randn(2, 1024, 512).to(dtype), torch.nn.Transformer.generate_square_subsequent_mask(1024, dtype=dtype)
     truth, dout = copy.deepcopy(model).float(), torch.randn_like(x)
