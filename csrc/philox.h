@@ -41,13 +41,13 @@ struct DropoutKey {
 
 // The finalizer of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): a bijection that
 // makes of neighbouring offsets keys that have nothing in common.
-MHA_HD inline uint64_t mix_bits(uint64_t x) {
+MHA_HD static inline uint64_t mix_bits(uint64_t x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
   return x ^ x >> 31;
 }
 
-MHA_HD inline DropoutKey dropout_key(const Dropout& dropout) {
+MHA_HD static inline DropoutKey dropout_key(const Dropout& dropout) {
   const int64_t* state = dropout.rng_state;
   const uint64_t key = uint64_t(state[0]) ^ mix_bits(uint64_t(state[1]));
   DropoutKey k{uint32_t(key), uint32_t(key >> 32), uint32_t(dropout.first_batch), 0, 0, 0};

@@ -46,7 +46,7 @@ CALLS = {
     "a negative window": (lambda c, q, k, v: c.attend(q, k, v, window=-1), "window is -1; accepted: an int >= 0"),
     "a window of half a position": (lambda c, q, k, v: c.attend(q, k, v, window=1.5), "window is 1.5; accepted: an int >= 0"),
     "a true window": (lambda c, q, k, v: c.attend(q, k, v, window=True), "window is True; accepted"),
-    "scale": (lambda c, q, k, v: c.attend(q, k, v, scale="1"), "scale is a str; accepted: a number"),
+    "scale": (lambda c, q, k, v: c.attend(q, k, v, scale="1"), "scale is .*; accepted: a"),
     "softcap": (lambda c, q, k, v: c.attend(q, k, v, softcap=-1.0), "softcap is -1.0; accepted: a positive limit"),
     "sinks": (lambda c, q, k, v: c.attend(q, k, v, sinks=torch.zeros(5)), r"sinks is a float32 tensor of shape \[5\]"),
     "mix": (lambda c, q, k, v: c.attend(q, k, v, pre_mix=torch.eye(5)), r"pre_mix has shape \[5,5\]"),
@@ -147,9 +147,9 @@ def test_modules():
     module, x = nn.SelfAttention(8, 2, causal=True).eval(), torch.zeros(1, 1, 8)
     with torch.no_grad():
         for cache in ({}, [], "yes", torch.zeros(2)):
-            with pytest.raises(TypeError, match="cache is a .*; accepted: a KVCache, as make_cache"):
+            with pytest.raises(TypeError, match="cache is .*; accepted: what make_cache"):
                 module(x, cache=cache)
-        with pytest.raises(TypeError, match=r"x is a list; accepted: a tensor \[B,S,8\]"):
+        with pytest.raises(TypeError, match=r"x is .*; accepted: a tensor \[B,S,8\]"):
             module([x])
         with pytest.raises(ValueError, match=r"k, v have shapes \[1,2,1,4\].*; this cache accepts"):
             module(x, cache=nn.SelfAttention(12, 3, causal=True).make_cache(1, 4))

@@ -261,7 +261,7 @@ TABLE = torch.zeros(3, 2, dtype=torch.int64)
     [
         ({"block_table": TABLE[:2]}, r"block_table is a int64 tensor of shape \[2,2\]; accepted: an integer tensor \[B,n\] with B = 3"),
         ({"block_table": TABLE.float()}, "block_table was given a float32 tensor"),
-        ({"to": torch.int8, "k_scale": [1.0, 1.0], "v_scale": torch.ones(3, 2)}, "k_scale is .*list.*; accepted: float32"),
+        ({"to": torch.int8, "k_scale": [1.0, 1.0], "v_scale": torch.ones(3, 2)}, r"k_scale is \[1.0, 1.0\]; accepted: float32"),
         ({"to": torch.int8, "k_scale": torch.ones(3, 2, 7), "v_scale": torch.ones(3, 2, 20)}, r"or one per key, \[3,2,20\]"),
         ({"block_table": TABLE + 3}, "block_table has an entry that is no page"),
         ({"block_table": TABLE - 1}, "block_table has an entry that is no page"),
