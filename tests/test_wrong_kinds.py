@@ -168,7 +168,9 @@ FORWARDS = {
         nn.SelfAttention(E, H, rope=True, qk_norm=True), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS
     ),
     "CrossAttention()": Case(
-        nn.CrossAttention(E, H), {"x": x3, "context": randn(B, S, E), "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS
+        nn.CrossAttention(E, H),
+        {"x": x3, "context": randn(B, S, E), "mask": masks.Causal(), "bias": randn(S, S), "positions": torch.arange(S)},
+        FORWARD_WORKS | {"positions": OPTIONAL},
     ),
     "MultiheadAttention()": Case(
         nn.MultiheadAttention(E, H, batch_first=True),
