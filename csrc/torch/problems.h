@@ -52,7 +52,8 @@ inline void fill_ids(const OptionalTensor& t, const char* name, int64_t B, int64
 inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
   Mask mask;
   int64_t diagonal = n.Sk - n.Sq;
-  // Limits beyond any length act as none; clamping keeps the sums below from overflowing. The blocks of a ring have negative ones.
+  // Limits beyond any length act as none; clamping keeps the sums below from overflowing. The blocks of a ring have
+  // negative ones.
   auto clamp = [](int64_t x) { return std::clamp<int64_t>(x, -kNoLimit, kNoLimit); };
   if (m.left) mask.band_lo = diagonal - clamp(*m.left);
   if (m.right) mask.band_hi = diagonal + clamp(*m.right);
