@@ -54,6 +54,8 @@ def sequences(x: Tensor, name: str, size: int, projection: Any) -> None:
     if x.dim() != 3 or not x.is_nested and x.shape[-1] != size:
         raise ValueError(f"{name} has shape {_shape(x)}; accepted: [B,S,{size}].")
     weight = projection.weight
+    if not isinstance(weight, Tensor):
+        return  # torch's quantised layers: a method
     if x.dtype != weight.dtype or x.device != weight.device:
         simple = type(projection) is nn.Linear and not projection._forward_pre_hooks and "forward" not in vars(projection)
         fits_weight(x, name, weight if simple else None)

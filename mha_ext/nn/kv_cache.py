@@ -92,7 +92,7 @@ class KVCache(torch.nn.Module):
             }
             for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
                 fixed = check_scale(given, name, dtype, batch, num_kv_heads, device)
-                new[name] = torch.ones(first, num_kv_heads, slots, device=device) if self.quantised else None
+                new[name] = torch.ones(first, num_kv_heads, slots, dtype=torch.float32, device=device) if self.quantised else None
                 new[f"_fixed_{name}"] = fixed
         for name, x in new.items():
             self.register_buffer(name, x, persistent=False)
@@ -301,7 +301,8 @@ class KVCache(torch.nn.Module):
         first = torch.zeros_like(position) if window is None else (position - window).clamp(min=0)
         last, shift = position + 1, None
         if self.window is not None:  # all rows count from the slot of what the first one sees
-            shift = first[:, :1] % self.capacity - first[:, :1]
+            start = first[:, :1] if S > 0 else self.lengths[:, None]
+            shift = start % self.capacity - start
             first, last = first + shift, last + shift
         if counts is not None:
             last = torch.where(torch.arange(row, row + S, device=q.device) < counts[:, None], last, 0)
