@@ -92,7 +92,8 @@ class KVCache(torch.nn.Module):
             }
             for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
                 fixed = check_scale(given, name, dtype, batch, num_kv_heads, device)
-                new[name] = torch.ones(first, num_kv_heads, slots, dtype=torch.float32, device=device) if self.quantised else None
+                scales = first, num_kv_heads, slots
+                new[name] = torch.ones(scales, dtype=torch.float32, device=device) if self.quantised else None
                 new[f"_fixed_{name}"] = fixed
         for name, x in new.items():
             self.register_buffer(name, x, persistent=False)
