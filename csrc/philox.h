@@ -58,6 +58,13 @@ MHA_HD static inline DropoutKey dropout_key(const Dropout& dropout) {
   return k;
 }
 
+// The same for one head of one batch element, whose numbers are 0 then.
+MHA_HD static inline DropoutKey dropout_key(const Dropout& dropout, uint32_t batch, uint32_t head) {
+  DropoutKey k = dropout_key(dropout);
+  k.batch += batch, k.head += head;
+  return k;
+}
+
 // The four keys 4*key_quad .. 4*key_quad+3 share one Philox call: word[j % 4] decides key j.
 MHA_HD inline Philox4 dropout_words(const DropoutKey& key, uint32_t batch, uint32_t head, uint32_t query,
                                     uint32_t key_quad) {

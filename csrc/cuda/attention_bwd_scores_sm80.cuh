@@ -70,16 +70,15 @@ __device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& 
 // The weights that dropout keeps, keys down. Four neighbouring keys of a query, which one Philox call decides, belong
 // to the lanes g = 4 * i + 0..3: lane c of these works out the words of row half c / 2, query c % 2, and they trade.
 template <int kMt, int kNt>
-__device__ inline uint32_t kept_bits_transposed(const DropoutKey& key, uint32_t threshold, uint32_t batch,
-                                                uint32_t head, const GradientPlace& at, unsigned lane) {
+__device__ inline uint32_t kept_bits_transposed(const DropoutKey& key, uint32_t threshold, const GradientPlace& at,
+                                                unsigned lane) {
   const unsigned g = lane / 4, t = lane % 4, c = g % 4;
   uint32_t own = 0;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
 #pragma unroll
     for (int n = 0; n < kNt; ++n) {
-      Philox4 w =
-          dropout_words(key, batch, head, at.row + 8 * n + 2 * t + c % 2, at.key / 4 + 4 * m + 2 * (c / 2) + g / 4);
+      Philox4 w = dropout_words(key, 0, 0, at.row + 8 * n + 2 * t + c % 2, at.key / 4 + 4 * m + 2 * (c / 2) + g / 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) own |= uint32_t(w.word[i] >= threshold) << (4 * (m * kNt + n) + i);
     }
@@ -154,12 +153,11 @@ __device__ inline void to_gradients(float (&s)[kMt][kNt][4], float (&dp)[kMt][kN
       read(p.dweights, false, at.sequence->b * p.dweights.stride[0] + at.h * p.dweights.stride[1],
            [&](int m, int n, int e, float x) { dp[m][n][e] += x; });
     if (p.dropout.rng_state) {
-      const DropoutKey key = dropout_key(p.dropout);
-      const uint32_t batch = uint32_t(at.sequence->b), head = uint32_t(at.h);
+      const DropoutKey key = dropout_key(p.dropout, uint32_t(at.sequence->b), uint32_t(at.h));
       if constexpr (kTransposed)
-        kept = kept_bits_transposed<kMt, kNt>(key, p.threshold, batch, head, at, lane);
+        kept = kept_bits_transposed<kMt, kNt>(key, p.threshold, at, lane);
       else
-        kept = kept_bits<kMt, kNt>(key, p.threshold, batch, head, {at.sequence, at.h, at.row, at.key, at.ranges}, lane);
+        kept = kept_bits<kMt, kNt>(key, p.threshold, {at.sequence, at.h, at.row, at.key, at.ranges}, lane);
     }
   }
   float negative_lse[kRowNumbers<kTransposed, kMt, kNt>], negative_delta[kRowNumbers<kTransposed, kMt, kNt>];

@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
       softmax_step<C>(s, state, p.scale_log2);
       if constexpr (C::kGeneral)
         if (p.dropout.rng_state)
-          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout), p.threshold, place.sequence.b, place.h, at, lane),
+          hide(s, kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout, place.sequence.b, place.h), p.threshold, at, lane),
                0.0f);
       weigh_values<T, C, Tile>(state.o, s, v_lane + step * C::kStep * Tile::kRowBytes);
       if (!C::kGeneral && nonfinite) visible = visible_bits<C::kMt, C::kNt, true>(p.mask, at, lane);

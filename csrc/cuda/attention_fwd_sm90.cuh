@@ -182,7 +182,7 @@ struct Consumer {
     if (C::kGeneral && p.dropout.rng_state)
       for_each<C::kCount>(s[0], place(t), [&](const FragmentPlace& at, auto& weights) {
         hide(weights,
-             kept_bits<1, C::kCount>(dropout_key(p.dropout), p.threshold, item->sequence.b, item->h, at, lane()), 0.0f);
+             kept_bits<1, C::kCount>(dropout_key(p.dropout, item->sequence.b, item->h), p.threshold, at, lane()), 0.0f);
       });
   }
 

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(C::kThreads)
       scores<T, C, Tile>(s, nullptr, q_lane, keys_at + Tile::lane_b(lane) + step * C::kStep * Tile::kRowBytes);
       to_scores<T>(s, p, at, lane);
       if (p.dropout.rng_state)
-        visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout), p.threshold, b, h, at, lane);
+        visible &= kept_bits<C::kMt, C::kNt>(dropout_key(p.dropout, b, h), p.threshold, at, lane);
     }
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m)

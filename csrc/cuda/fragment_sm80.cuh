@@ -151,15 +151,15 @@ __device__ inline void to_scores(float (&s)[kMt][kNt][4], const Problem& p, cons
 // The weights that dropout keeps. One Philox call decides four neighbouring keys of a row, which two lanes share: the
 // even one makes the words of row g, the odd one those of row g + 8, and they trade.
 template <int kMt, int kNt>
-__device__ inline uint32_t kept_bits(const DropoutKey& key, uint32_t threshold, uint32_t batch, uint32_t head,
-                                     const FragmentPlace& at, unsigned lane) {
+__device__ inline uint32_t kept_bits(const DropoutKey& key, uint32_t threshold, const FragmentPlace& at,
+                                     unsigned lane) {
   uint32_t bits = 0;
   unsigned g = lane / 4, t = lane % 4, odd = t & 1;
 #pragma unroll
   for (int m = 0; m < kMt; ++m)
 #pragma unroll
     for (int n = 0; n < kNt; ++n) {
-      Philox4 w = dropout_words(key, batch, head, at.row + 16 * m + 8 * odd + g, at.key / 4 + 2 * n + t / 2);
+      Philox4 w = dropout_words(key, 0, 0, at.row + 16 * m + 8 * odd + g, at.key / 4 + 2 * n + t / 2);
       uint32_t low = uint32_t(w.word[0] >= threshold) | uint32_t(w.word[1] >= threshold) << 1;
       uint32_t high = uint32_t(w.word[2] >= threshold) | uint32_t(w.word[3] >= threshold) << 1;
       uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
