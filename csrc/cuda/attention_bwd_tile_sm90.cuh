@@ -196,7 +196,7 @@ __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::
     start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
   }
   fence_async_proxy();
-  if (C::kShared && p.deterministic) __threadfence_block();  // for ptxas alone: it spills a register without
+  if (C::kShared && p.deterministic) asm volatile("fence.acq_rel.cta;" ::: "memory");  // else ptxas spills a register
   named_barrier<kAll>(2);
   if constexpr (C::kShared) {
     const int first = (1 - half) * C::kPart;
