@@ -13,7 +13,6 @@ from mha_ext import masks
 
 P, B, H, Hk, S = 0.3, 4, 8, 2, 64
 STATE = (0x123456789ABCD, 7 + (3 << 33))
-WHOLE = slice(None)
 
 
 def inputs(dtype=torch.float64, seed=0):

@@ -105,12 +105,10 @@ inline Tensor4 view_bias(const Tensor& bias, ScoreShape n) {
 // [2], [6], or [B,H,6] of which the first is this problem's: so shardings of batch and heads share it out rightly.
 inline void fill_rng_state(Dropout& dropout, const Tensor& rng_state, const Tensor& like, std::vector<Tensor>& keep) {
   dropout.placed = rng_state.dim() > 0 && rng_state.size(rng_state.dim() - 1) == 6;
-  if (rng_state.dim() == 3)
-    check_shape(rng_state, "rng_state", {-1, -1, 6});
-  else if (!dropout.placed)
-    check_shape(rng_state, "rng_state", {2});
+  if (rng_state.dim() != 3)
+    check_shape(rng_state, "rng_state", {dropout.placed ? 6 : 2});
   else
-    check_shape(rng_state, "rng_state", {6});
+    check_shape(rng_state, "rng_state", {-1, -1, 6});
   if (rng_state.numel() == 0) return;  // nothing of the batch or the heads is here
   keep.push_back(torch::stable::contiguous(rng_state));
   dropout.rng_state = int64_data(keep.back(), "rng_state", like);
