@@ -19,7 +19,7 @@ from torch import Tensor
 from .base import NO_MASK, And, Mask, MaskArgs, Not, Or, visible_of
 from .blocks import BlockSparse, Dilated, Strided
 from .flex import from_block_mask
-from .positions import Causal, Dense, Documents, Intervals, LeftPadding, Padding, Prefix, Window
+from .positions import Causal, Dense, Documents, Intervals, LeftPadding, Padding, Prefix, Window, as_mask
 
 __all__ = [
     "NO_MASK",
@@ -49,10 +49,5 @@ def lower(
     mask: Mask | Tensor | None, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
 ) -> MaskArgs:  # fmt: skip
     """The ops' arguments for what users pass as ``mask=``: a mask object, a bool tensor, or None."""
-    if mask is None:
-        return NO_MASK
-    if isinstance(mask, Mask):
-        return mask.lower(B, H, Sq, Sk, device, lengths)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
-    return Dense(mask).lower(B, H, Sq, Sk, device, lengths)
+    given = as_mask(mask)
+    return NO_MASK if given is None else given.lower(B, H, Sq, Sk, device, lengths)

@@ -107,16 +107,10 @@ class Lowered(Mask):
 
 def at(mask: Mask | Tensor | None, places: Places) -> MaskArgs:
     """The ops' arguments for what users pass as ``mask=`` with a cache."""
-    if mask is None:
-        return NO_MASK
-    if isinstance(mask, Tensor):
-        from .positions import Dense  # which imports this module
+    from .positions import as_mask  # which imports this module
 
-        mask = Dense(mask)
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
-    return mask.at(places)
-
+    given = as_mask(mask)
+    return NO_MASK if given is None else given.at(places)
 
 
 def depends_on_position(mask: Mask | None) -> bool:

@@ -243,3 +243,12 @@ class Dense(Mask):
 
     def __repr__(self) -> str:
         return f"Dense({_checks.text(self.tensor.shape)})"
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask | None:
+    """What users pass as ``mask=``, a mask object, a bool tensor or None, as a mask."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
+    return Dense(mask)

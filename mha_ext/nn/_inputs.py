@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _checks, masks
+from .. import _checks
 
 
 def factory(device: Any, dtype: Any) -> dict[str, Any]:
@@ -35,14 +35,6 @@ def base_of_angles(name: str, base: float) -> float:
     if not 0 < base < math.inf:
         raise ValueError(f"{name} is {base}; accepted: a positive number.")
     return base
-
-
-def mask_or_none(mask: Any) -> masks.Mask | None:
-    if mask is None or isinstance(mask, masks.Mask):
-        return mask
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask is {_checks.given(mask)}; accepted: a mask object of mha_ext.masks, or a bool tensor.")
-    return masks.Dense(mask)
 
 
 def sequences(x: Tensor, name: str, size: int, projection: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import _checks, _foreign, biases, nested
 from .. import masks as m
 from ..functional import attention, merge_heads
+from ..masks.positions import as_mask
 from ..packed import attention_qkvpacked
 from . import _inputs
 from ._torchs_ways import NotScriptable, be_a_leaf
@@ -90,7 +91,7 @@ class Attention(NotScriptable, nn.Module):
 
     def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None) -> dict[str, Any]:
         """What attention takes besides the heads."""
-        mask = _inputs.mask_or_none(mask)
+        mask = as_mask(mask)
         if self._mask is not None:
             mask = self._mask if mask is None else mask & self._mask
         dropout = self.dropout if self.training else 0.0
@@ -313,7 +314,7 @@ class SelfAttention(Attention):
         left = None if self.window is None else self.window[0]
         if left is None and cache.window is not None:
             raise ValueError(f"the cache keeps a window of {cache.window} but this module has none; make one without.")
-        mask = _inputs.mask_or_none(mask)
+        mask = as_mask(mask)
         out = cache.attend(
             q, k, v, counts=counts, window=left, mask=mask, bias=bias, softcap=self.softcap, sinks=_local(self.sinks),
             pre_mix=self.pre_mix, post_mix=self.post_mix,
