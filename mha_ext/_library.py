@@ -102,6 +102,12 @@ def dropout_part(*, batch: int = 0, head: int = 0, query: int = 0, key: int = 0)
         _place.reset(before)
 
 
+def part_of_state(rng_state: Tensor, batch: int = 0, head: int = 0, query: int = 0, key: int = 0) -> Tensor:
+    """A state of dropout, [2] or [6], for the part of its problem that begins there: [6]."""
+    state = torch.cat((rng_state, rng_state.new_zeros(6 - len(rng_state))))
+    return state + state.new_tensor([0, 0, batch, head, query, key])
+
+
 # --- Tensors that are not dense ---------------------------------------------------------------------------------------
 
 OTHER_LAYOUTS = (

@@ -30,6 +30,7 @@ from ._library import dropout_mask as dropout_mask
 from ._library import dropout_part as dropout_part
 from ._library import library
 from ._library import packed_slices as packed_slices
+from ._library import part_of_state as part_of_state
 from ._library import without_cuda as without_cuda
 
 Gradient = Tensor | None

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._library import part_of_state
+
 Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments' names, info, in_dims, *args) -> (outputs, dims)
 
 # Their first dimension may be 1 where the others' is B.
@@ -18,12 +20,6 @@ def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
     """[n*B, ...] from a tensor whose mapped dimension is dim (None: not mapped) and whose first other one is B or 1."""
     x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
     return x.expand(n, B, *x.shape[2:]).reshape(n * B, *x.shape[2:])
-
-
-def _batch_moved(state: Tensor, batches: int) -> Tensor:
-    """A state of dropout, [2] or [6], for the problem that comes after so many batch elements."""
-    place = [0, 0, batches, 0, 0, 0]
-    return torch.cat((state, state.new_zeros(6 - len(state)))) + torch.tensor(place, device=state.device)
 
 
 def by_folding(
@@ -63,7 +59,7 @@ def by_looping(
         if shared and info.randomness == "different":  # as in one batch of all of them
             starts = given.get("q_starts")
             B = given["q" if "q" in given else "scores"].shape[0] if starts is None else len(starts) - 1
-            given["rng_state"] = _batch_moved(given["rng_state"], i * B)
+            given["rng_state"] = part_of_state(given["rng_state"], batch=i * B)
         return given
 
     results = [call(*problem(i).values()) for i in range(info.batch_size)]

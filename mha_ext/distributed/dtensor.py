@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from .. import _checks
-from .._ops import draw_rng_state
+from .._ops import draw_rng_state, part_of_state
 from ..masks import MaskArgs
 
 Sharding = tuple[list[Placement], list[Any]]  # of the outputs, of the inputs
@@ -127,7 +127,7 @@ def rng_state(state: Tensor | None, like: Any) -> Tensor:
     else:
         state = _checks.rng_state(state, like.device)
     B, H = like.shape[:2]
-    states = torch.cat((state, state.new_zeros(6 - len(state)))).repeat(B, H, 1)
+    states = part_of_state(state).repeat(B, H, 1)
     states[..., 2] += torch.arange(B, device=state.device)[:, None]
     states[..., 3] += torch.arange(H, device=state.device)
     return replicated(states, like)  # type: ignore[return-value]

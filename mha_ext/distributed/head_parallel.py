@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .._ops import draw_rng_state
+from .._ops import draw_rng_state, part_of_state
 from ..nn import CrossAttention, SelfAttention
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -90,7 +90,7 @@ class HeadParallel(ParallelStyle):
 
         def draw(like: Tensor) -> Tensor:
             state = distribute_tensor(draw_rng_state(torch.empty(0, device=like.device)), device_mesh, [Replicate()]).to_local()
-            return state + state.new_tensor([0, 0, 0, device_mesh.get_local_rank() * (heads // processes), 0, 0])
+            return part_of_state(state, head=device_mesh.get_local_rank() * (heads // processes))
 
         module.draw_rng_state = draw
         known = {"sinks", *(f"{name}.{kind}" for name in (*_STYLES, "out_proj") for kind in ("weight", "bias"))}

@@ -114,8 +114,7 @@ def ring_attention(
         whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
         values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, sinks is not None
         state = _rng_state(rng_state, q.new_empty(0, device="cpu")) if dropout_p != 0.0 else None
-        numbers = [] if state is None else state.tolist()
-        drawn = [*numbers, *[0] * (6 - len(numbers))]
+        drawn = drawn if state is None else _ops.part_of_state(state).tolist()
         form = dict(zip(FIELDS, (*values, float(factor), float(softcap), layout, repr(whole), known_bias, float(dropout_p))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
         problem = error
@@ -199,7 +198,7 @@ class _Plan:
         """That of dropout for a block."""
         if self.rng_state is None:
             return None
-        return self.rng_state + self.rng_state.new_tensor([0, 0, 0, 0, queries.start, keys.start])
+        return _ops.part_of_state(self.rng_state, query=queries.start, key=keys.start)
 
     def source(self, step: int) -> int:
         return (self.ring.rank - step) % self.ring.size
