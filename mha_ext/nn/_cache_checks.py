@@ -59,10 +59,7 @@ def per_sequence(cache: KVCache, x: Any, name: str) -> Tensor:
             raise TypeError(f"{name} is a {type(x).__name__}; accepted: an integer tensor [B] = [{B}].") from None
     _checks.dense(x, name)
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.shape != (B,):
-        raise ValueError(
-            f"{name} is a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}; accepted: an integer tensor "
-            f"[B] = [{B}]."
-        )
+        raise ValueError(f"{name} is {_checks.given(x)}; accepted: an integer tensor [B] = [{B}].")
     _checks.same_device(x, name, cache.lengths.device)
     return x.to(torch.int64)
 
@@ -81,7 +78,7 @@ def some_sequences(cache: KVCache, x: Any) -> Tensor:
         x = torch.tensor([x] if is_int(x) else list(x), dtype=torch.int64)
     integers = isinstance(x, Tensor) and not (x.dtype.is_floating_point or x.dtype.is_complex) and x.dim() <= 1
     if not integers or (x.dtype == torch.bool and x.shape != (B,)):
-        what = f"a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}" if isinstance(x, Tensor) else repr(given)
+        what = _checks.given(x) if isinstance(x, Tensor) else repr(given)
         raise TypeError(f"sequences is {what}; accepted: a number, numbers of sequences, or a bool tensor [B] = [{B}].")
     if x.dtype != torch.bool:
         in_range(x, 0, B - 1, "sequences", f"numbers of sequences, 0 to {B - 1}")
