@@ -27,11 +27,15 @@ class Sequences:
         self.v: list[list[Tensor]] = [[] for _ in range(B)]
         self.written = [0] * B
 
-    def append(self, k: Tensor, v: Tensor, counts: list[int]) -> None:
+    def append(self, k: Tensor, v: Tensor, counts: list[int], at_once: int = LONGEST) -> None:
         if self.stored in QUANTISED:
             k, v = (quantise(x, scales_of(x, self.stored), self.stored).double() * scales_of(x, self.stored).double()[..., None] for x in (k, v))  # fmt: skip
         for b, n in enumerate(counts):
-            self.written[b] = max(self.written[b], len(self.k[b]) + k.shape[2])
+            for i in range(
+                0, k.shape[2], at_once
+            ):  # what is beyond the count is written, too, and overwrites the oldest
+                end = len(self.k[b]) + min(i, n) + min(at_once, k.shape[2] - i)
+                self.written[b] = max(self.written[b], end)
             for held, x in ((self.k, k), (self.v, v)):
                 held[b] += list(x[b, :, :n].double().unbind(1))
 
@@ -82,7 +86,9 @@ def modifiers(gen: torch.Generator) -> tuple[dict[str, Callable], dict[str, Call
     by_distance = {
         "alibi": biases.ALiBi(biases.alibi_slopes(H).double()), "t5": biases.T5Relative(table, bidirectional=False)
     }  # fmt: skip
-    added: dict[str, tuple] = {n: (lambda b, s, x=x: x.to_dense(s, s), lambda p, x=x: x) for n, x in by_distance.items()}
+    added: dict[str, tuple] = {
+        n: (lambda b, s, x=x: x.to_dense(s, s), lambda p, x=x: x) for n, x in by_distance.items()
+    }
     added["dense"] = (lambda b, s: full[b, :, :s, :s], lambda p: rows(full, p))
     return found, added
 
@@ -145,7 +151,8 @@ class History:
             bias = bias.to(self.dtype)
         given = None if counts is None else torch.tensor(counts)
         out = self.cache.attend(q, k, v, counts=given, window=window, mask=mask, bias=bias)
-        self.expected.append(k, v, counts or [S] * B)
+        at_once = LONGEST if self.cache.window is None else self.cache.capacity - self.cache.window
+        self.expected.append(k, v, counts or [S] * B, at_once)
         seen_back = self.cache.window if window is None else window
         for b, (n, length) in enumerate(zip(counts or [S] * B, self.lengths())):
             assert not out[b, :, n:].any()
