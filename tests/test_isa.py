@@ -102,6 +102,7 @@ def test_the_best_isa_is_chosen():
 def test_empty_variable_is_no_choice():
     result = run(PROBE, "")
     assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == DEFAULT
 
 
 CORE_FILES = ["test_known_traps.py", "test_semantics.py"]

@@ -1,5 +1,5 @@
-"""Faults that users of attention libraries have reported, each as a small input with the right outcome; the numbers are those of the list in
-docs. Each stands for its kind, so siblings are tested beside it."""
+"""Faults that users of attention libraries have reported, numbered, each as a small input with the right outcome. Each stands for its kind, so
+siblings are tested beside it."""
 
 from __future__ import annotations
 
@@ -136,11 +136,7 @@ def test_trap_05_merge_of_parts_with_one_fully_masked(dtype, device):
     ]
     assert (parts[1][1][0] == -torch.inf).all() and not parts[1][0][0].any()
     outs, lses = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
-    if hasattr(mha_ext, "merge_partials"):
-        out, lse = mha_ext.merge_partials(outs, lses)
-    else:
-        lse = torch.logsumexp(lses, 0)
-        out = ((lses - lse).exp().unsqueeze(-1) * outs).sum(0)
+    out, lse = mha_ext.merge_partials(outs, lses)
     exact, exact_lse, _ = oracle.attention(
         q, k, v, seen=(torch.arange(9, device=device) < lengths[:, None])[:, None, None]
     )

@@ -540,10 +540,6 @@ def test_modules_in_training_with_dropout_and_under_autocast(kind):
     )
 
 
-def test_namespace():
-    assert mha_ext.nn.MultiheadAttention is nn.MultiheadAttention
-
-
 @pytest.mark.parametrize("bias_kv", [False, True])
 def test_zero_attention_is_added_to_no_keys_too(bias_kv):
     theirs = torch.nn.MultiheadAttention(4, 2, add_zero_attn=True, add_bias_kv=bias_kv)

@@ -499,10 +499,10 @@ def test_autocast_casts(dtype, device):
     q, k, v = qkv(device)
     with torch.autocast(device, dtype=dtype):
         out = mha_ext.attention(q, k.to(dtype), v)
-        soft = mha_ext.masked_softmax(torch.randn(1, 1, 3, 4, device=device))
+        soft = [mha_ext.masked_softmax(torch.randn(1, 1, 3, 4, device=device).to(t)) for t in (torch.float32, dtype)]
     assert out.dtype == dtype
+    assert [x.dtype for x in soft] == [torch.float32, dtype]  # in the scores' type
     assert torch.equal(out, mha_ext.attention(q.to(dtype), k.to(dtype), v.to(dtype)))
-    assert soft.dtype in (torch.float32, dtype)
     grads = torch.autograd.grad(out.float().sum(), [q, k, v])
     assert [g.dtype for g in grads] == [torch.float32] * 3
 
