@@ -3,7 +3,6 @@
 import importlib
 from typing import Any
 
-from . import _flops as _flops  # registers what torch counts for the ops
 from . import biases, masks, nn, reference
 from ._ops import build_info, dropout_part
 from .cached import attention_cached

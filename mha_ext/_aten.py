@@ -1,4 +1,4 @@
-"""torch's own attention ops, aten::*, on these kernels: what use_for_sdpa registers. It is the third file that uses
+"""torch's own attention ops, aten::*, on these kernels: what use_for_sdpa registers. Beside _ops/, it is the only user of
 torch.library.
 
     scaled_dot_product_attention                     what F.scaled_dot_product_attention calls

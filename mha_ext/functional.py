@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _foreign, _mixed, _ops, biases, masks, nested
+from . import _checks, _foreign, _ops, biases, masks, nested
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -200,7 +200,7 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, mixes: Any, modifiers: Any) ->
     """(out, lse, lse_rest, weights) of the op for these arguments."""
     if mixes is None:
         return _ops.attention_fwd(q, k, v, *modifiers)
-    return _mixed.attention_mixed_fwd(q, k, v, *mixes, *modifiers)
+    return _ops.attention_mixed_fwd(q, k, v, *mixes, *modifiers)
 
 
 def score_arguments(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _foreign, _ops, _packed, biases, masks
-from .functional import LOG_PLANS, _autocast, _rng_state, attention, attention_arguments, log_plan
+from . import _checks, _foreign, _ops, biases, masks
+from .functional import LOG_PLANS, NOT_PACKED, _autocast, _rng_state, attention, attention_arguments, log_plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -112,8 +112,8 @@ def attention_qkvpacked(
     rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse, _ = _packed.attention_packed_fwd(
-        qkv, num_heads, bias, *args, *_packed.NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, deterministic
+    out, lse, _ = _ops.attention_packed_fwd(
+        qkv, num_heads, bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, deterministic
     )
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ import torch
 import mha_ext
 
 ROOT = Path(__file__).parent.parent
-LIBRARY = Path(mha_ext._library._C.__file__)
+LIBRARY = Path(mha_ext._C.__file__)
 
 
 

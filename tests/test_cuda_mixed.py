@@ -9,7 +9,7 @@ import pytest
 import torch
 from on_cuda import keep_of, modifiers, moved, named, prepared, to_cuda
 
-from mha_ext import _mixed
+from mha_ext import _ops
 
 pytestmark = pytest.mark.cuda
 
@@ -39,7 +39,7 @@ def run(c: cases.Case, kind: str, return_weights: bool):
     given = moved({**modifiers(c, x), **matrices})
     q, k, v = map(to_cuda, (x.q, x.k, x.v))
     op = torch.ops.mha_ext.attention_mixed_fwd.default
-    out, lse, _, weights = _mixed.attention_mixed_fwd(
+    out, lse, _, weights = _ops.attention_mixed_fwd(
         *cases.op_arguments(op, q=q, k=k, v=v, **given, return_weights=return_weights)
     )
     assert out.is_cuda and out.dtype == c.dtype
@@ -96,7 +96,7 @@ def test_what_no_head_sees_has_no_influence():
         leaves = [t.cuda().requires_grad_() for t in (a, b, c, pre, post)]
         names = dict(zip(("q", "k", "v", "pre_mix", "post_mix"), leaves))
         op = torch.ops.mha_ext.attention_mixed_fwd.default
-        out = _mixed.attention_mixed_fwd(*cases.op_arguments(op, **names, mask=seen.cuda(), scale=0.3))[0]
+        out = _ops.attention_mixed_fwd(*cases.op_arguments(op, **names, mask=seen.cuda(), scale=0.3))[0]
         return [t.detach().cpu() for t in (out, *torch.autograd.grad(out, leaves, d.cuda()))]
 
     for a, b in zip(results(0.25), results(float("nan"))):

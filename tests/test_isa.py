@@ -15,7 +15,7 @@ import torch
 import mha_ext
 
 HERE = Path(__file__).parent
-AVAILABLE = mha_ext._library._C.available_isas()  # plainest first
+AVAILABLE = mha_ext._C.available_isas()  # plainest first
 DEFAULT = AVAILABLE[-1]
 
 
@@ -67,7 +67,7 @@ def test_what_is_available_is_what_the_machine_has():
 
 
 PROBE = (
-    "import torch, mha_ext; q = torch.ones(1, 1, 2, 8); mha_ext.attention(q, q, q); print(mha_ext._library._C.cpu_isa())"
+    "import torch, mha_ext; q = torch.ones(1, 1, 2, 8); mha_ext.attention(q, q, q); print(mha_ext._C.cpu_isa())"
 )
 
 

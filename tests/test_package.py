@@ -30,7 +30,7 @@ def test_package_runs_with_torch_and_the_library_alone(tmp_path):
     script["write"](package)
     calls = [[torch.randn(B, 3, S, 16) for _ in "qkv"] for B, S in ((3, 20), (1, 7), (5, 33))]
     torch.save(calls, data)
-    command = [sys.executable, "-c", LOADED, mha_ext._library._C.__file__, package, data, result]
+    command = [sys.executable, "-c", LOADED, mha_ext._C.__file__, package, data, result]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     for inputs, out in zip(calls, torch.load(result), strict=True):

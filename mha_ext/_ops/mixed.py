@@ -1,4 +1,4 @@
-"""Attention with talking heads: the autograd formulas of its two ops, as those of attention in _ops.py."""
+"""Attention with talking heads: the autograd formulas of its two ops, as those of attention in attention.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, _vmap, masks, reference
-from ._ops import Gradient
+from .. import masks, reference
+from . import attention as _ops
+from . import vmap
+from .attention import Gradient
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -93,5 +95,5 @@ def _bwd_backward(
     return _ops._where_needed(by_input, ctx)
 
 
-attention_mixed_fwd = _ops._callable("attention_mixed_fwd", _fwd_setup, _fwd_backward, _vmap.by_looping)
-attention_mixed_bwd = _ops._callable("attention_mixed_bwd", _bwd_setup, _bwd_backward, _vmap.by_looping)
+attention_mixed_fwd = _ops._callable("attention_mixed_fwd", _fwd_setup, _fwd_backward, vmap.by_looping)
+attention_mixed_bwd = _ops._callable("attention_mixed_bwd", _bwd_setup, _bwd_backward, vmap.by_looping)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _ops
+from .library import packed_slices
 
 
 def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int) -> int:
@@ -34,7 +34,7 @@ def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any 
         keys = given["k"].shape[2] * (1 if given["block_table"] is None else given["block_table"].shape[1])
         return 2 * given["q"].shape[:3].numel() * keys * (given["q"].shape[3] + given["v"].shape[3])
     if "qkv" in given:
-        given.update(zip("qkv", _ops.packed_slices(given["qkv"], given["num_heads"])))
+        given.update(zip("qkv", packed_slices(given["qkv"], given["num_heads"])))
     q, v = given["q"], given["v"]
     pairs = _pairs(q, given["k"], given["q_starts"], given["k_starts"], given["max_q"], given["max_k"])
     mixes = sum(given.get(name) is not None for name in ("pre_mix", "post_mix")) * q.shape[1]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import accumulate_dtype, dense, given
+from .._checks import accumulate_dtype, dense, given
 
 try:
-    from . import _C
+    from .. import _C
 except ImportError as error:
     raise ImportError(
         f"mha_ext's compiled part did not load ({error}); build it for the torch that is installed "
@@ -30,10 +30,10 @@ built_isas, available_isas = _C.built_isas, _C.available_isas
 # Why CUDA tensors are refused, or None.
 without_cuda: str | None = None if build_info["cuda"] else build_info["cuda_reason"]
 if build_info["cuda"] and torch.version.cuda is not None:
-    from . import _C_cuda  # registers the CUDA kernels
+    from .. import _C_cuda  # registers the CUDA kernels
 
     if importlib.util.find_spec("mha_ext._C_cuda_sm90"):  # not built where other architectures were asked for
-        from . import _C_cuda_sm90
+        from .. import _C_cuda_sm90
 
         _C_cuda.use_sm90(_C_cuda_sm90.kernels())
 
@@ -260,4 +260,4 @@ def _(info: Any, in_dims: Any, like: Tensor) -> Any:
         raise ValueError(
             'dropout was asked for under vmap(randomness="error"); accepted there: randomness="different" or "same".'
         )
-    return draw_rng_state(like), None  # the rules of the ops (_vmap.py) tell the mapped problems apart
+    return draw_rng_state(like), None  # the rules of the ops (vmap.py) tell the mapped problems apart

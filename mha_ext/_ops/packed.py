@@ -1,5 +1,5 @@
 """Autograd formulas of attention of a packed projection: forward takes one tensor, backward writes its one gradient. What
-they save and compute is what those of attention in _ops.py do."""
+they save and compute is what those of attention in attention.py do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from . import _ops, _vmap
-from ._ops import Gradient
+from . import attention as _ops
+from . import vmap
+from .attention import Gradient
+from .library import packed_slices
 
 NOT_PACKED = None, None, 0, 0  # the ops' arguments for packed sequences, which have nothing to do with this
 
@@ -30,7 +32,7 @@ def _fwd_backward(ctx: Any, dout: Gradient, dlse: Gradient, _: Gradient) -> tupl
     dout = torch.zeros_like(out) if dout is None else dout
     mask_numbers, numbers = ctx.numbers
     dqkv, dbias, dsinks = attention_packed_bwd(
-        dout, dlse, None, *_ops.packed_slices(qkv, ctx.num_heads), out, lse, lse_rest, bias, *mask_tensors, *mask_numbers,
+        dout, dlse, None, *packed_slices(qkv, ctx.num_heads), out, lse, lse_rest, bias, *mask_tensors, *mask_numbers,
         *NOT_PACKED, sinks, *numbers, rng_state, ctx.needs_input_grad[2], ctx.deterministic,
     )  # fmt: skip
     by_input = (dqkv, None, dbias, *(None,) * 14, dsinks if sinks is not None else None, *(None,) * 5)
@@ -43,9 +45,9 @@ def _bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _bwd_backward(ctx: Any, ddqkv: Gradient, ddbias: Gradient, ddsinks: Gradient) -> tuple[Any, ...]:
-    slices = (None,) * 3 if ddqkv is None else _ops.packed_slices(ddqkv, ctx.num_heads)
+    slices = (None,) * 3 if ddqkv is None else packed_slices(ddqkv, ctx.num_heads)
     return _ops._attention_bwd_backward(ctx, *slices, ddbias, ddsinks)
 
 
-attention_packed_fwd = _ops._callable("attention_packed_fwd", _fwd_setup, _fwd_backward, _vmap.by_looping)
-attention_packed_bwd = _ops._callable("attention_packed_bwd", _bwd_setup, _bwd_backward, _vmap.by_looping)
+attention_packed_fwd = _ops._callable("attention_packed_fwd", _fwd_setup, _fwd_backward, vmap.by_looping)
+attention_packed_bwd = _ops._callable("attention_packed_bwd", _bwd_setup, _bwd_backward, vmap.by_looping)

@@ -1,5 +1,4 @@
-"""The ops, as the package calls them: with their autograd formulas and vmap rules. This file, _library.py and
-_aten.py are the only ones that use torch.library.
+"""The autograd formulas of attention, the masked softmax and the heads, and the ops that have them.
 
 Attention saves its inputs, the output and the logsumexp; backward recomputes the rest. The backward ops are
 differentiable too: their formulas go through the reference.
@@ -16,22 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _vmap, masks, reference
-from ._checks import accumulate_dtype
-from ._library import attention_cached as attention_cached
-from ._library import attention_kernels as attention_kernels
-from ._library import attention_plan as attention_plan
-from ._library import available_isas as available_isas
-from ._library import build_info as build_info
-from ._library import built_isas as built_isas
-from ._library import cpu_isa as cpu_isa
-from ._library import draw_rng_state as draw_rng_state
-from ._library import dropout_mask as dropout_mask
-from ._library import dropout_part as dropout_part
-from ._library import library
-from ._library import packed_slices as packed_slices
-from ._library import part_of_state as part_of_state
-from ._library import without_cuda as without_cuda
+from .. import masks, reference
+from .._checks import accumulate_dtype
+from . import vmap
+from .library import dropout_mask, library
 
 Gradient = Tensor | None
 
@@ -262,7 +249,7 @@ def forward_mode_refusal() -> Exception:
 
 
 def _callable(
-    name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]], vmap: _vmap.Rule
+    name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]], rule: vmap.Rule
 ) -> Callable[..., Any]:
     """Gives an op its formulas, and returns the function that calls it.
 
@@ -291,7 +278,7 @@ def _callable(
                     return apply(*args)
         return without_autograd(*args)
 
-    mapped = functools.partial(vmap, call, [a.name for a in op._schema.arguments])
+    mapped = functools.partial(rule, call, [a.name for a in op._schema.arguments])
     torch.library.register_vmap(op.name(), mapped, lib=library)
     methods: dict[str, Any] = {
         "forward": without_autograd, "setup_context": setup, "backward": backward, "vmap": mapped, "jvp": _refuse_forward_mode
@@ -301,16 +288,16 @@ def _callable(
     return call
 
 
-attention_fwd = _callable("attention_fwd", _attention_fwd_setup, _attention_fwd_backward, _vmap.by_folding)
-attention_bwd = _callable("attention_bwd", _attention_bwd_setup, _attention_bwd_backward, _vmap.by_folding)
+attention_fwd = _callable("attention_fwd", _attention_fwd_setup, _attention_fwd_backward, vmap.by_folding)
+attention_bwd = _callable("attention_bwd", _attention_bwd_setup, _attention_bwd_backward, vmap.by_folding)
 masked_softmax_fwd = _callable(
-    "masked_softmax_fwd", _masked_softmax_fwd_setup, _masked_softmax_fwd_backward, _vmap.by_folding
+    "masked_softmax_fwd", _masked_softmax_fwd_setup, _masked_softmax_fwd_backward, vmap.by_folding
 )
 masked_softmax_bwd = _callable(
-    "masked_softmax_bwd", _masked_softmax_bwd_setup, _masked_softmax_bwd_backward, _vmap.by_folding
+    "masked_softmax_bwd", _masked_softmax_bwd_setup, _masked_softmax_bwd_backward, vmap.by_folding
 )
-split_heads = _callable("split_heads", _split_heads_setup, _split_heads_backward, _vmap.heads)
-merge_heads = _callable("merge_heads", _merge_heads_setup, _merge_heads_backward, _vmap.heads)
+split_heads = _callable("split_heads", _split_heads_setup, _split_heads_backward, vmap.heads)
+merge_heads = _callable("merge_heads", _merge_heads_setup, _merge_heads_backward, vmap.heads)
 
 
 class _AttentionOut(torch.autograd.Function):

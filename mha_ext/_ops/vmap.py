@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import part_of_state
+from .library import part_of_state
 
 Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments' names, info, in_dims, *args) -> (outputs, dims)
 
@@ -75,5 +75,3 @@ def heads(
         x = x.movedim(in_dims[0], 0)
         return call(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
     return by_looping(call, names, info, in_dims, x, *args)
-
-
