@@ -1,4 +1,4 @@
-"""Random histories of caches against attention that is computed anew: appended, attended to, taken back, reordered, emptied, in
+"""Random histories of caches against attention that is computed anew: appended, attended to, taken back, forked, emptied, in
 ragged steps, with masks and biases, in every kind of storage, and with calls in between that are refused."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mha_ext import biases, masks, nn
 from mha_ext.cached import QUANTISED, quantise, scales_of
 
 B, H, HK, D, DV = 2, 4, 2, 6, 5
+MOST = 5  # sequences after a reorder
 LONGEST = 160  # positions that masks and biases know
 
 
@@ -26,6 +27,23 @@ class Sequences:
         self.k: list[list[Tensor]] = [[] for _ in range(B)]  # of each position [HK,D]
         self.v: list[list[Tensor]] = [[] for _ in range(B)]
         self.written = [0] * B
+        self.pages: list[list[object]] = [[] for _ in range(B)]  # of a paged cache; forks have the same objects
+
+    def lengths(self) -> list[int]:
+        return [len(x) for x in self.k]
+
+    def pages_after(self, S: int, page_size: int) -> list[list[object]]:
+        """The pages of each sequence where S positions were to be written."""
+        pages = [x[: -(-n // page_size)] for x, n in zip(self.pages, self.lengths())]
+        for b, n in enumerate(self.lengths()):
+            if S > 0 and n % page_size and sum(x is pages[b][-1] for other in pages for x in other) > 1:
+                pages[b][-1] = object()
+            pages[b] += [object() for _ in range(-(-(n + S) // page_size) - len(pages[b]))]
+        return pages
+
+    def keep_pages(self, page_size: int) -> None:
+        for pages, n in zip(self.pages, self.lengths()):
+            del pages[-(-n // page_size) :]
 
     def append(self, k: Tensor, v: Tensor, counts: list[int], at_once: int = LONGEST) -> None:
         if self.stored in QUANTISED:
@@ -53,36 +71,39 @@ class Sequences:
 def modifiers(gen: torch.Generator) -> tuple[dict[str, Callable], dict[str, Callable]]:
     """For each mask and bias: (b, length) -> what all queries of sequence b see, [1,H,length,length]; and what a call is
     given for queries at `positions` [B,S]."""
-    ids = torch.randint(0, 3, (B, LONGEST), generator=gen)
-    blocks = torch.rand(B, H, 20, 20, generator=gen) < 0.7
-    dense = torch.rand(B, H, LONGEST, LONGEST, generator=gen) < 0.7
-    first = torch.arange(LONGEST) - torch.randint(0, 30, (B, LONGEST), generator=gen)
-    starts, ends = torch.tensor([3, 0]), torch.tensor([30, 11])
+    ids = torch.randint(0, 3, (MOST, LONGEST), generator=gen)
+    blocks = torch.rand(MOST, H, 20, 20, generator=gen) < 0.7
+    dense = torch.rand(MOST, H, LONGEST, LONGEST, generator=gen) < 0.7
+    first = torch.arange(LONGEST) - torch.randint(0, 30, (MOST, LONGEST), generator=gen)
+    starts, ends = torch.tensor([3, 0, 7, 1, 0]), torch.tensor([30, 11, 20, 0, 4])
     of_all = {
         "window": masks.Window(4, 1), "top-left": masks.Causal("top_left"), "strided": masks.Strided(3, 1, 4),
         "dilated": masks.Dilated(2, 3, 2),
     }  # fmt: skip
     found: dict[str, tuple] = {n: (lambda b, s, m=m: m, lambda p, m=m: m) for n, m in of_all.items()}
-    found["documents"] = (lambda b, s: masks.Documents(ids[b : b + 1, :s]), lambda p: masks.Documents(ids))
-    found["padding"] = (lambda b, s: masks.Padding(ends[b : b + 1]), lambda p: masks.Padding(ends))
-    found["left padding"] = (lambda b, s: masks.LeftPadding(starts[b : b + 1]), lambda p: masks.LeftPadding(starts))
-    found["prefix"] = (lambda b, s: masks.Prefix(ends[b : b + 1]), lambda p: masks.Prefix(ends))
+    found["documents"] = (lambda b, s: masks.Documents(ids[b : b + 1, :s]), lambda p: masks.Documents(ids[: len(p)]))
+    found["padding"] = (lambda b, s: masks.Padding(ends[b : b + 1]), lambda p: masks.Padding(ends[: len(p)]))
+    found["left padding"] = (
+        lambda b, s: masks.LeftPadding(starts[b : b + 1]),
+        lambda p: masks.LeftPadding(starts[: len(p)]),
+    )
+    found["prefix"] = (lambda b, s: masks.Prefix(ends[b : b + 1]), lambda p: masks.Prefix(ends[: len(p)]))
 
     def blocks_of(b, s):
         n = -(-s // 8)
         return masks.BlockSparse(blocks[b : b + 1, :, :n, :n], 8)
 
-    found["blocks"] = (blocks_of, lambda p: masks.BlockSparse(blocks, 8))
+    found["blocks"] = (blocks_of, lambda p: masks.BlockSparse(blocks[: len(p)], 8))
 
-    def rows(x, p):  # of x [B,h,LONGEST,n], those at positions p [B,S]
-        return torch.stack([x[b][:, p[b].clamp(max=LONGEST - 1)] for b in range(B)])
+    def rows(x, p):  # of x [MOST,h,LONGEST,n], those at positions p [batch,S]
+        return torch.stack([x[b][:, p[b].clamp(max=LONGEST - 1)] for b in range(len(p))])
 
     found["dense"] = (lambda b, s: masks.Dense(dense[b : b + 1, :, :s, :s]), lambda p: rows(dense, p))
     found["intervals"] = (
         lambda b, s: masks.Intervals(first[b : b + 1, :s], torch.full((1, 1), LONGEST)),
         lambda p: masks.Intervals(rows(first[:, None, :, None], p)[:, 0, :, 0], torch.full((1, 1), LONGEST)),
     )
-    table, full = (cases.randn(gen, *shape, dtype=torch.float64) for shape in ((32, H), (B, H, LONGEST, LONGEST)))
+    table, full = (cases.randn(gen, *shape, dtype=torch.float64) for shape in ((32, H), (MOST, H, LONGEST, LONGEST)))
     by_distance = {
         "alibi": biases.ALiBi(biases.alibi_slopes(H).double()), "t5": biases.T5Relative(table, bidirectional=False)
     }  # fmt: skip
@@ -114,24 +135,48 @@ class History:
         self.masks, self.biases = modifiers(self.gen)
 
     def lengths(self) -> list[int]:
-        return [len(x) for x in self.expected.k]
+        return self.expected.lengths()
+
+    @property
+    def batch(self) -> int:
+        return len(self.expected.k)
+
+    def lacks_pages(self, S: int) -> bool:
+        """Whether the pool is too small for S positions more; if not, they are taken from it."""
+        if not isinstance(self.cache, nn.PagedKVCache):
+            return False
+        pages = self.expected.pages_after(S, self.cache.page_size)
+        if len({x for some in pages for x in some}) > self.cache.pages:
+            return True
+        self.expected.pages = pages
+        return False
+
+    def count_pages(self) -> None:
+        if isinstance(self.cache, nn.PagedKVCache):
+            self.cache.truncate(self.cache.lengths)  # gives back what was reserved beyond counts
+            self.expected.keep_pages(self.cache.page_size)
+            used = {x for some in self.expected.pages for x in some}
+            assert self.cache.pages - self.cache.free_pages == len(used)
 
     def room(self) -> int:
         return min(12, (LONGEST if self.cache.window is not None else self.cache.capacity) - max(self.lengths()))
 
     def new(self, S: int) -> list[Tensor]:
-        return [cases.randn(self.gen, B, h, S, d, dtype=self.dtype) for h, d in ((H, D), (HK, D), (HK, DV))]
+        return [cases.randn(self.gen, self.batch, h, S, d, dtype=self.dtype) for h, d in ((H, D), (HK, D), (HK, DV))]
 
     def counts(self, S: int) -> list[int] | None:
-        return [self.choose.randint(0, S) for _ in range(B)] if self.choose.random() < 0.4 else None
+        return [self.choose.randint(0, S) for _ in range(self.batch)] if self.choose.random() < 0.4 else None
 
     def append(self) -> None:
         n = self.room() if self.cache.window is None else min(self.room(), self.cache.capacity - self.cache.window)
         S = self.choose.randint(0, n)
         _, k, v = self.new(S)
         counts = self.counts(S)
-        self.cache.append(k, v, None if counts is None else torch.tensor(counts))
-        self.expected.append(k, v, counts or [S] * B)
+        given = None if counts is None else torch.tensor(counts)
+        if self.lacks_pages(S):
+            return self.refused(lambda: self.cache.append(k, v, given))
+        self.cache.append(k, v, given)
+        self.expected.append(k, v, counts or [S] * self.batch)
 
     def attend(self) -> None:
         S = self.choose.randint(0, self.room())
@@ -150,11 +195,13 @@ class History:
         if isinstance(bias, Tensor):
             bias = bias.to(self.dtype)
         given = None if counts is None else torch.tensor(counts)
+        if self.lacks_pages(S):
+            return self.refused(lambda: self.cache.attend(q, k, v, counts=given, window=window, mask=mask, bias=bias))
         out = self.cache.attend(q, k, v, counts=given, window=window, mask=mask, bias=bias)
         at_once = LONGEST if self.cache.window is None else self.cache.capacity - self.cache.window
-        self.expected.append(k, v, counts or [S] * B, at_once)
+        self.expected.append(k, v, counts or [S] * self.batch, at_once)
         seen_back = self.cache.window if window is None else window
-        for b, (n, length) in enumerate(zip(counts or [S] * B, self.lengths())):
+        for b, (n, length) in enumerate(zip(counts or [S] * self.batch, self.lengths())):
             assert not out[b, :, n:].any()
             if n == 0:
                 continue
@@ -179,37 +226,46 @@ class History:
         for held in (self.expected.k, self.expected.v):
             for b, n in enumerate(shorter):
                 del held[b][n:]
+        self.count_pages()
 
     def reorder(self) -> None:
-        order = [self.choose.randrange(B) for _ in range(B)]
+        n = self.choose.choice((self.batch, B, self.choose.randint(1, MOST)))
+        order = [self.choose.randrange(self.batch) for _ in range(n)]
         self.cache.reorder(torch.tensor(order))
         e = self.expected
-        e.k, e.v, e.written = ([list(x[b]) if isinstance(x[b], list) else x[b] for b in order] for x in (e.k, e.v, e.written))  # fmt: skip
+        e.keep_pages(getattr(self.cache, "page_size", 1))
+        e.k, e.v, e.pages = ([list(x[b]) for b in order] for x in (e.k, e.v, e.pages))
+        e.written = [e.written[b] for b in order]
+        self.count_pages()
 
     def reset(self) -> None:
-        which = self.choose.choice((None, 0, [1], torch.tensor([True, False])))
+        some = [b for b in range(self.batch) if self.choose.random() < 0.5]
+        flags = torch.tensor([b in some for b in range(self.batch)])
+        which = self.choose.choice((None, self.batch - 1, some, flags))
         self.cache.reset(which)
-        for b in range(B) if which is None else (1,) if which == [1] else (0,):
+        for b in range(self.batch) if which is None else (which,) if isinstance(which, int) else some:
             self.expected.k[b], self.expected.v[b], self.expected.written[b] = [], [], 0
+        self.count_pages()
 
     def bad_call(self) -> None:
         q, k, v = self.new(3)
-        c = self.cache
+        c, n = self.cache, self.batch
+        zeros = [0] * (n - 1)
         self.refused(self.choose.choice((
-            lambda: c.append(k, v, torch.tensor([4, 0])),
-            lambda: c.append(k, v, torch.tensor([1, -1])),
+            lambda: c.append(k, v, torch.tensor([4, *zeros])),
+            lambda: c.append(k, v, torch.tensor([*zeros, -1])),
             lambda: c.append(k, v[:, :, :2]),
             lambda: c.attend(q, k, v, window=-1),
             lambda: c.attend(q[:, :, :2], k, v),
-            lambda: c.attend(q, k, v, mask=masks.Padding(torch.tensor([1, 2, 3]))),
+            lambda: c.attend(q, k, v, mask=masks.Padding(torch.arange(n + 1))),
             lambda: c.attend(q, k, v, mask=torch.ones(2, LONGEST) > 0),
             lambda: c.attend(q, k, v, bias=biases.ALiBi(torch.ones(3))),
             lambda: c.attend(q, k, v, sinks=torch.zeros(1)),
             lambda: c.append(*(x.repeat(1, 1, 50, 1) for x in (k, v))),
             lambda: c.truncate(-1),
             lambda: c.truncate(1.5),
-            lambda: c.reorder(torch.tensor([0, 2])),
-            lambda: c.reset(B),
+            lambda: c.reorder(torch.tensor([0, n])),
+            lambda: c.reset(n),
         )))  # fmt: skip
 
     def refused(self, call: Callable) -> None:
@@ -221,7 +277,7 @@ class History:
 def run(kind: str, stored: torch.dtype, seed: int) -> None:
     history = History(kind, stored, seed)
     h = history
-    actions = [h.append] + [h.attend] * 4 + [h.truncate] * 2 + [h.reorder, h.reset, h.bad_call, h.bad_call]
+    actions = [h.append] + [h.attend] * 4 + [h.truncate] * 2 + [h.reorder, h.reorder, h.reset, h.bad_call, h.bad_call]
     for _ in range(25):
         history.choose.choice(actions)()
         assert history.cache.lengths.tolist() == history.lengths()

@@ -72,7 +72,11 @@ CALLS = {
     "sequences as text": (lambda c, q, k, v: c.reset("all"), "sequences is 'all'; accepted: a number, numbers of sequences"),
     "half a sequence": (lambda c, q, k, v: c.reset(torch.tensor(0.5)), "sequences is a float32 tensor"),
     "flags of others": (lambda c, q, k, v: c.reset(torch.ones(2, dtype=torch.bool)), "sequences is a bool tensor"),
-    "an order of others": (lambda c, q, k, v: c.reorder(counts([0, 1])), "indices is a int64 tensor of shape"),
+    "an order of pairs": (lambda c, q, k, v: c.reorder(counts([[0, 1, 2]])), r"indices is a int64 tensor of shape \[1,3\]; accepted: an integer tensor \[N\]"),
+    "an order of none": (lambda c, q, k, v: c.reorder(counts([], dtype=torch.int64)), r"indices is a int64 tensor of shape \[0\]"),
+    "an order as text": (lambda c, q, k, v: c.reorder("best"), "indices is a str; accepted: an integer tensor"),
+    "an order of bools": (lambda c, q, k, v: c.reorder(counts([True, False, True])), "indices is a bool tensor"),
+    "a negative order": (lambda c, q, k, v: c.reorder(counts([0, -1])), r"indices are \[0, -1\]; accepted: numbers of sequences, 0 to 2"),
     "an order that is not there": (lambda c, q, k, v: c.reorder(counts([0, 1, 3])), r"indices are \[0, 1, 3\]"),
     "an order of floats": (lambda c, q, k, v: c.reorder(torch.zeros(3)), "indices is a float32 tensor"),
     "more than there is room": (lambda c, q, k, v: c.append(k.repeat(1, 1, 5, 1), v.repeat(1, 1, 5, 1)), "15 positions were"),
@@ -81,7 +85,7 @@ CALLS = {
 
 def state_of(cache):
     buffers = {name: x.view(torch.int8) if x.itemsize == 1 else x for name, x in cache.named_buffers()}
-    rest = {name: x for name, x in vars(cache).items() if name in ("_free", "_owned")}
+    rest = {name: x for name, x in vars(cache).items() if name in ("_free", "_owned", "_users")}
     return {name: x.clone() for name, x in buffers.items()}, {name: [list(y) if isinstance(y, list) else y for y in x] for name, x in rest.items()}  # fmt: skip
 
 
@@ -130,9 +134,15 @@ def test_no_pages_left():
         ({"window": 1.0}, "window is 1.0 and capacity 8"),
         ({"dtype": torch.int32}, "dtype is torch.int32; KVCache accepts one of float32"),
         ({"dtype": "int8"}, "dtype is 'int8'; KVCache accepts one of"),
-        ({"dtype": torch.int8, "k_scale": torch.tensor([1.0, -1.0])}, "k_scale has numbers that are not positive and finite"),
+        (
+            {"dtype": torch.int8, "k_scale": torch.tensor([1.0, -1.0])},
+            "k_scale has numbers that are not positive and finite",
+        ),
         ({"dtype": torch.int8, "v_scale": torch.tensor([torch.nan, 1.0])}, "v_scale has numbers that are not positive"),
-        ({"dtype": torch.int8, "k_scale": torch.ones(3)}, r"k_scale has shape \[3\]; accepted: \[Hk\] or \[B,Hk\] = \[2,2\]"),
+        (
+            {"dtype": torch.int8, "k_scale": torch.ones(3)},
+            r"k_scale has shape \[3\]; accepted: \[Hk\] or \[B,Hk\] = \[2,2\]",
+        ),
         ({"dtype": torch.int8, "k_scale": "big"}, "k_scale is a str; accepted: a tensor"),
         ({"k_scale": torch.ones(2)}, "k_scale was given with dtype=torch.float32"),
     ],
@@ -153,6 +163,18 @@ def test_modules():
             module([x])
         with pytest.raises(ValueError, match=r"k, v have shapes \[1,2,1,4\].*; this cache accepts"):
             module(x, cache=nn.SelfAttention(12, 3, causal=True).make_cache(1, 4))
+    for options, message in (
+        ({"page_size": 0}, "page_size is 0; PagedKVCache accepts a positive int"),
+        ({"page_size": 4, "window": 2}, "window was given with page_size; make_cache\\(\\) accepts one"),
+        ({"pages": 4}, "pages was given without page_size; make_cache\\(\\) accepts both"),
+        ({"page_size": 4, "pages": 0}, "pages is 0; PagedKVCache accepts"),
+        (
+            {"block_size": 4},
+            "make_cache\\(\\) has no argument block_size; accepted: batch, capacity, page_size, device, dtype",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            module.make_cache(1, 4, **options)
     windowed = nn.SelfAttention(8, 2, causal=True, window=2).make_cache(1, 1000)
     with torch.no_grad(), pytest.raises(ValueError, match="the cache keeps a window of 2 but this module has none"):
         module(x, cache=windowed)

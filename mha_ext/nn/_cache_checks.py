@@ -32,6 +32,26 @@ def check_sizes(owner: str, sizes: dict[str, Any], window: Any, dtype: Any) -> N
         raise TypeError(f"dtype is {dtype!r}; {owner} accepts one of {accepted}.")
 
 
+def check_options(kind: type, options: dict[str, Any]) -> None:
+    """What make_cache() was given for a cache of that kind."""
+    accepted = {"value_dim", "device", "dtype", "k_scale", "v_scale"}
+    accepted |= {"pages"} if kind.__name__ == "PagedKVCache" else {"window"}
+    for name in options:
+        if name == "pages" and name not in accepted:
+            raise ValueError(
+                "pages was given without page_size; make_cache() accepts both, for a PagedKVCache, or neither."
+            )
+        if name == "window" and name not in accepted and options[name] is not None:
+            raise ValueError(
+                "window was given with page_size; make_cache() accepts one of them: pages keep all positions, and the module's "
+                "own window holds with them."
+            )
+        if name not in accepted | {"window"}:
+            raise TypeError(
+                f"make_cache() has no argument {name}; accepted: batch, capacity, page_size, {', '.join(sorted(accepted))}."
+            )
+
+
 def check_scale(x: Any, name: str, dtype: torch.dtype, B: int, Hk: int, device: Any) -> Tensor | None:
     """A given scale as float32 [B,Hk]."""
     if x is None:
@@ -61,6 +81,27 @@ def per_sequence(cache: KVCache, x: Any, name: str) -> Tensor:
     if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.shape != (B,):
         raise ValueError(f"{name} is {_checks.given(x)}; accepted: an integer tensor [B] = [{B}].")
     _checks.same_device(x, name, cache.lengths.device)
+    return x.to(torch.int64)
+
+
+def an_order(cache: KVCache, x: Any) -> Tensor:
+    """Numbers of sequences, as many as there are to be, as int64 [N] on the cache's device."""
+    if not isinstance(x, Tensor):
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"indices is a {type(x).__name__}; accepted: an integer tensor [N].") from None
+    _checks.dense(x, "indices")
+    integers = not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+    if not integers or x.dim() != 1 or x.shape[0] == 0:
+        raise ValueError(f"indices is {_checks.given(x)}; accepted: an integer tensor [N], N >= 1.")
+    if x.shape[0] != cache.batch and torch.compiler.is_compiling():
+        raise ValueError(
+            f"indices has length {x.shape[0]} and the cache {cache.batch} sequences; compiled code accepts one for each: "
+            "call reorder() outside of it."
+        )
+    _checks.same_device(x, "indices", cache.lengths.device)
+    in_range(x, 0, cache.batch - 1, "indices", f"numbers of sequences, 0 to {cache.batch - 1}")
     return x.to(torch.int64)
 
 

@@ -13,7 +13,9 @@ from .. import _checks, biases, masks
 from ..cached import QUANTISED, attention_cached, quantise, scales_of
 from ..functional import attention, cast_by_autocast, mix_arguments, score_arguments
 from ..masks.places import Lowered, Places, at
-from ._cache_checks import check_new, check_queries, check_scale, check_sizes, in_range, per_sequence, some_sequences
+from ._cache_checks import (
+    an_order, check_new, check_queries, check_scale, check_sizes, in_range, per_sequence, some_sequences,
+)  # fmt: skip
 
 _MANY_QUERIES = 1024  # with a mask or bias, which may become dense, so many are attended for at once
 
@@ -195,13 +197,21 @@ class KVCache(torch.nn.Module):
             self._bound = min(self._bound, lengths)
 
     def reorder(self, indices: Tensor) -> None:
-        """Sequence b becomes a copy of what sequence indices[b] was, as beam search wants it. indices: [B]."""
-        indices = per_sequence(self, indices, "indices")
-        in_range(indices, 0, self.batch - 1, "indices", f"numbers of sequences, 0 to {self.batch - 1}")
+        """Sequence i becomes a copy of what sequence indices[i] was: for beams, for a prompt that many answers begin with,
+        and to leave out what is finished.
+
+        Args:
+            indices: integer [N], N >= 1, each any number of times: the cache holds N sequences from then on. Where N is the
+                batch, buffers are changed in place; else they are replaced, which compiled code cannot do.
+
+        Raises:
+            ValueError, TypeError: indices of another kind, or that are no numbers of sequences.
+        """
+        indices = an_order(self, indices)
         self._reorder_storage(indices)
-        for x in (self.lengths, self._written, self._fixed_k_scale, self._fixed_v_scale):
-            if x is not None:
-                x.copy_(x.index_select(0, indices))
+        for name in ("lengths", "_written", "_fixed_k_scale", "_fixed_v_scale"):
+            self._take(name, indices)
+        self.batch = indices.shape[0]
 
     def reset(self, sequences: Tensor | list[int] | int | None = None) -> None:
         """Empties the cache, or the given sequences of it: a number, numbers, or a bool tensor [B]."""
@@ -242,8 +252,19 @@ class KVCache(torch.nn.Module):
         return [(rows, slots), (rows, slots + self.capacity)]
 
     def _reorder_storage(self, indices: Tensor) -> None:
-        for x in self._stored():
+        for name in ("k", "v", "k_scale", "v_scale"):
+            self._take(name, indices)
+
+    def _take(self, name: str, indices: Tensor) -> None:
+        """Makes row i of a buffer what row indices[i] was."""
+        x = getattr(self, name)
+        if x is None:
+            return
+        if indices.shape[0] == self.batch:
             _bytes(x).copy_(_bytes(x).index_select(0, indices))
+            return
+        with torch.inference_mode(False):
+            setattr(self, name, _bytes(x).index_select(0, indices).view(x.dtype))
 
     def _reserve(self, n: int) -> None:
         """Makes sure that every sequence has room for n positions more."""

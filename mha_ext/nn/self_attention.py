@@ -14,8 +14,10 @@ from ..functional import attention, merge_heads
 from ..masks.positions import as_mask
 from ..packed import attention_qkvpacked
 from . import _inputs
+from ._cache_checks import check_options
 from ._torchs_ways import NotScriptable, be_a_leaf
 from .kv_cache import KVCache
+from .paged_kv_cache import PagedKVCache
 from .rope import RotaryEmbedding
 
 
@@ -275,26 +277,32 @@ class SelfAttention(Attention):
             raise ValueError("counts was given without a cache; use mask=masks.Padding(counts).")
         return self._attend(q, k, v, mask, bias, (x, x))
 
-    def make_cache(self, batch: int, capacity: int, **options: Any) -> KVCache:
-        """A KVCache for this module and sequences of up to capacity positions; options as KVCache's.
+    def make_cache(self, batch: int, capacity: int, *, page_size: int | None = None, **options: Any) -> KVCache:
+        """A KVCache for this module and sequences of up to capacity positions; options as KVCache's. With page_size, a
+        PagedKVCache, options as its own.
 
-        With a window, it is a ring that keeps what the window needs, where that takes less memory. The dtype is that of the
-        activations: under torch.autocast its type, else that of the weights.
+        With a window, it is a ring that keeps what the window needs, where that takes less memory; pages keep all. The dtype
+        is that of the activations: under torch.autocast its type, else that of the weights.
 
         Raises:
-            ValueError: the weights are quantised, so that dtype must be given.
+            ValueError: the weights are quantised, so that dtype must be given; an option that does not fit.
+            TypeError: an option that there is not.
         """
+        kind = KVCache if page_size is None else PagedKVCache
+        check_options(kind, options)
         weight = getattr(self.out_proj, "weight", None)
         device = weight.device if isinstance(weight, Tensor) else None
         options = {"device": device, "dtype": None, **options}
         if options["dtype"] is None:
             options["dtype"] = _type_of_activations(weight)
         left = None if self.window is None else self.window[0]
-        if left is not None and "window" not in options:
+        if page_size is not None:
+            options["page_size"] = page_size
+        elif left is not None and "window" not in options:
             kept = left + max(64, left // 4)
             if 2 * kept < capacity:
                 capacity, options["window"] = kept, left
-        return KVCache(batch, capacity, max(1, self.num_kv_heads // self.head_shards), self.head_dim, **options)
+        return kind(batch, capacity, max(1, self.num_kv_heads // self.head_shards), self.head_dim, **options)
 
     def _attend_cached(
         self,
