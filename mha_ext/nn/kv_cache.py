@@ -14,7 +14,14 @@ from ..cached import QUANTISED, attention_cached, quantise, scales_of
 from ..functional import attention, cast_by_autocast, mix_arguments, score_arguments
 from ..masks.places import Lowered, Places, at
 from ._cache_checks import (
-    an_order, check_new, check_queries, check_scale, check_sizes, in_range, per_sequence, some_sequences,
+    an_order,
+    check_new,
+    check_queries,
+    check_scale,
+    check_sizes,
+    in_range,
+    per_sequence,
+    some_sequences,
 )  # fmt: skip
 
 _MANY_QUERIES = 1024  # with a mask or bias, which may become dense, so many are attended for at once
