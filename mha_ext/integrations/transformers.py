@@ -34,12 +34,14 @@ from torch import Tensor
 from .. import masks
 from .._checks import given
 from ..functional import attention
+from ._in_place import attend, attend_to_requests, held_by, plain
 
 OLDEST = "5.6"
 USED = (  # of transformers.masking_utils
     "bidirectional_mask_function", "causal_mask_function", "is_tracing", "prepare_padding_mask", "sliding_window_causal_mask_function",
 )  # fmt: skip
 ELEMENTS = 2**22  # of a mask that are looked at at a time: bounds the memory of finding intervals
+NAMES: set[str] = set()  # that our attention is registered under
 SMALL = 3  # Up to so many keys masks are dense, so that the last dimension tells the forms apart
 
 
@@ -47,7 +49,8 @@ def register(name: str = "mha_ext") -> str:
     """Registers the attention of mha_ext with transformers, under a name for ``attn_implementation=``.
 
     Every model whose attention goes through transformers' AttentionInterface can then use it, in training and generation,
-    with grouped heads, soft-capped scores, position biases, padding, sliding windows, packed sequences and static caches.
+    with grouped heads, soft-capped scores, position biases, padding, sliding windows, packed sequences, static caches and
+    continuous batching (generate_batch()).
     Others (BLOOM, Falcon, MPT, ...) keep their own attention, with a warning that names the class.
 
     Returns:
@@ -56,12 +59,14 @@ def register(name: str = "mha_ext") -> str:
     Raises:
         ImportError: transformers is absent or too old.
     """
-    interface, mask_interface = _interfaces()
+    interface, mask_interface = interfaces()
     if not isinstance(name, str):
         raise TypeError(f"name is {given(name)}; accepted: a str, which attn_implementation= then takes.")
     interface.register(name, attention_forward)
     mask_interface.register(name, attention_mask)
+    NAMES.add(name)
     _own_attention_stays(name)
+    _serve_requests()
     return name
 
 
@@ -90,6 +95,39 @@ def _own_attention_stays(name: str) -> None:
     model._check_and_adjust_attn_implementation = check_ours
 
 
+def _serve_requests() -> None:
+    """Lets continuous batching (generate_batch()) take our names, and hand over pages where each request has one query, which
+    transformers does for FlashAttention on GPUs alone. A transformers that does this in another way is left as it is: it
+    refuses our names."""
+    try:
+        from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api, initialization
+
+        manager: Any = continuous_api.ContinuousBatchingManager
+        module: Any = initialization
+        switch, fast_path = manager.switch_to_cb_friendly_attn, module.ensure_decode_fast_path_is_available
+        allocators, groups = module.ATTN_TYPE_TO_ALLOCATOR, module.group_layers_by_attn_type
+        understood = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
+    except (ImportError, AttributeError):
+        return
+    if not understood or hasattr(switch, "mha_ext"):
+        return
+
+    @functools.wraps(switch)
+    def switch_unless_ours(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation not in NAMES:
+            switch(self, model, *args, **kwargs)
+
+    @functools.wraps(fast_path)
+    def fast_path_for_ours(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+        pages = all(allocators[kind].supports_block_table for kind in groups(config))
+        if not pages or config._attn_implementation not in NAMES:
+            fast_path(config, cb_config, *args, **kwargs)
+
+    switch_unless_ours.mha_ext = True  # type: ignore[attr-defined]
+    manager.switch_to_cb_friendly_attn = switch_unless_ours
+    module.ensure_decode_fast_path_is_available = fast_path_for_ours
+
+
 def _asks_the_interface(kind: type) -> bool:
     """Whether the file of a model's class, or the nearest of its bases that defines attention, mentions the interface. Files
     that cannot be read are trusted to."""
@@ -106,7 +144,7 @@ def _asks_the_interface(kind: type) -> bool:
     return True
 
 
-def _interfaces() -> Any:
+def interfaces() -> Any:
     """AttentionInterface and AttentionMaskInterface of the transformers that is installed, if it has all that we use."""
     try:
         import transformers
@@ -163,6 +201,14 @@ def attention_forward(
                 f"{type(module).__name__} asks its attention for sparse keys or sinks per token ({name}=); accepted: "
                 'models without: use attn_implementation="eager" for this one.'
             )
+    softcap = 0.0 if softcap is None else softcap
+    if "write_index" in kwargs:  # continuous batching
+        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        return attend_to_requests(query, key, value, kwargs, kwargs.get("sliding_window"), **options), None
+    held = held_by(key)
+    if held is not None and (output_attentions or dropout > 0.0):
+        key, value = plain(held, key.shape[2], query.dtype)
+        held = None
     if query.shape[0] != key.shape[0]:  # learned queries with batch 1
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
@@ -173,6 +219,9 @@ def attention_forward(
         bias = position_bias if bias is None else bias + position_bias
     if bias is not None and bias.dtype != query.dtype and bias.dtype != torch.float32:
         bias = bias.to(query.dtype)
+    if held is not None:
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        return attend(query, held, key.shape[2], mask, bias, **options).transpose(1, 2), None
     found: Any = attention(
         query,
         key,
@@ -181,7 +230,7 @@ def attention_forward(
         bias=bias,
         scale=scaling,
         dropout_p=dropout,
-        softcap=0.0 if softcap is None else softcap,
+        softcap=softcap,
         sinks=s_aux,
         return_weights=bool(output_attentions),
     )

@@ -273,6 +273,23 @@ class KVCache(torch.nn.Module):
         with torch.inference_mode(False):
             setattr(self, name, _bytes(x).index_select(0, indices).view(x.dtype))
 
+    def _resize(self, dim: int, size: int) -> None:
+        """Makes dimension 0 or 2 of what is stored larger; what is there is copied."""
+        for name in ("k", "v", "k_scale", "v_scale"):
+            if (x := getattr(self, name)) is None:
+                continue
+            shape = [*x.shape]
+            shape[dim] = size
+            with torch.inference_mode(False):
+                larger = x.new_empty(shape) if "scale" not in name else x.new_ones(shape)
+                _bytes(larger).narrow(dim, 0, x.shape[dim]).copy_(_bytes(x))
+            setattr(self, name, larger)
+
+    def _grow(self, capacity: int) -> None:
+        """Room for sequences of so many positions, where there is no window."""
+        self._resize(2, capacity)
+        self.capacity = capacity
+
     def _reserve(self, n: int) -> None:
         """Makes sure that every sequence has room for n positions more."""
         if self.window is not None:

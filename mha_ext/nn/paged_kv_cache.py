@@ -173,13 +173,30 @@ class PagedKVCache(KVCache):
         """What is too small for n positions more, or None."""
         if max(self._bounds) + n > self.capacity:
             return f"accepted: up to the capacity, {self.capacity}"
+        if (wanted := self._wanted(n)) > len(self._free):
+            return f"{wanted} more pages are needed and {len(self._free)} of {self.pages} are free"
+        return None
+
+    def _wanted(self, n: int) -> int:
+        """How many pages n positions more take from the pool."""
         wanted = sum(self._pages_for(bound + n) - len(owned) for bound, owned in zip(self._bounds, self._owned))
         if n > 0:
             writers = Counter(self._shared_end(b) for b in range(self.batch))
             wanted += sum(min(m, self._users[page] - 1) for page, m in writers.items() if page is not None)
-        if wanted > len(self._free):
-            return f"{wanted} more pages are needed and {len(self._free)} of {self.pages} are free"
-        return None
+        return wanted
+
+    def _grow(self, capacity: int) -> None:
+        more = self._pages_for(capacity) - self.block_table.shape[1]
+        with torch.inference_mode(False):
+            self.block_table = torch.nn.functional.pad(self.block_table, (0, more), value=self.pages)
+        self.capacity += more * self.page_size
+
+    def _grow_pool(self, pages: int) -> None:
+        self._resize(0, pages)
+        self.block_table.masked_fill_(self.block_table == self.pages, pages)
+        self._free = list(range(self.pages, pages))[::-1] + self._free
+        self._users += [0] * (pages - self.pages)
+        self.pages = pages
 
     def _reserve(self, n: int) -> None:
         if torch.compiler.is_compiling():
