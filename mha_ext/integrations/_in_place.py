@@ -42,10 +42,11 @@ def attend(
 ) -> Tensor:
     """The attention of q [B,H,Sq,D] to the first positions of a cache; the mask and bias are for these."""
     if not isinstance(held, PagedKVCache):
-        first = (None if x is None else x[:, :, :length] for x in (held.k_scale, held.v_scale))
-        scales = dict(zip(("k_scale", "v_scale"), first))
         k, v = held.k[:, :, :length], held.v[:, :, :length]
-        return attention_cached(q, k, v, mask=mask, bias=bias, **scales, **options)
+        for name in ("k_scale", "v_scale"):
+            if (scale := getattr(held, name)) is not None:
+                options[name] = scale[:, :, :length]
+        return attention_cached(q, k, v, mask=mask, bias=bias, **options)
     columns = -(-length // held.page_size)
     beyond = columns * held.page_size - length
     if beyond > 0:
