@@ -262,3 +262,14 @@ def test_reset_forgets_what_a_ring_has_written():
     assert ring.lengths.tolist() == [1, 60, 2]
     with pytest.raises(ValueError, match="go back too far"):
         ring.truncate(torch.tensor([1, 40, 2]))
+
+
+@pytest.mark.parametrize("window", [8, 400])
+def test_a_ring_is_made_where_it_is_smaller(window):
+    """It is kept twice, and has room for some positions more than the window."""
+    layer = nn.SelfAttention(16, 2, causal=True, window=window)
+    kept = window + max(64, window // 4)
+    for capacity in (window, kept, kept + 1, 2 * kept - 1, 2 * kept, 2 * kept + 1, 5 * kept):
+        cache, whole = layer.make_cache(1, capacity), nn.KVCache(1, capacity, 2, 8)
+        assert (cache.window is not None) == (capacity > 2 * kept) and cache.nbytes <= whole.nbytes
+        assert cache.window in (None, window) and cache.capacity >= min(capacity, window + 64)

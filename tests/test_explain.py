@@ -27,6 +27,27 @@ def test_names_the_call_and_the_kernel(dtype):
         assert part in str(plan)
 
 
+def test_bytes_are_those_of_every_input_and_output():
+    """Keys and values of grouped heads count once for all of their queries, what is broadcast once for all that reads it."""
+    q, k, v = qkv(Sk=50)
+    out, lse = mha_ext.attention(q, k, v, return_lse=True)
+    plain = sum(x.nbytes for x in (q, k, v, out)) + 2 * lse.nbytes  # with what rounding took from the logsumexp
+    assert explain(q, k, v).bytes_moved == plain
+    lengths = torch.tensor([50, 7])
+    bias = torch.zeros(4, 1, 1).expand(4, 96, 50)[None]
+    more = explain(q, k, v, mask=masks.Padding(lengths), bias=bias, return_weights=True)
+    assert more.bytes_moved - plain == 2 * 8 + 4 * 4 + 4 * 2 * 4 * 96 * 50
+
+
+@pytest.mark.parametrize("Sq,Sk", [(33, 70), (70, 33)])
+def test_advice_names_the_alignment(Sq, Sk):
+    q, k, v = qkv(Sq=Sq, Sk=Sk)
+    for align in ("bottom_right", "top_left"):
+        (advice,) = explain(q, k, v, mask=masks.Causal(align).to_dense(Sq, Sk)).advice
+        assert ("masks.Causal() says" in advice) == (align == "bottom_right")
+        assert ('masks.Causal("top_left") says' in advice) == (align == "top_left")
+
+
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0, "Hk": 0}, {"Sq": 0}, {"Sk": 0}, {"D": 0}, {"Dv": 0}], ids=str)
 def test_sizes_of_zero(sizes):
     plan = explain(*qkv(**sizes), mask=masks.Causal())

@@ -519,6 +519,8 @@ def test_rope_makes_scores_depend_on_distance_alone():
     torch.testing.assert_close(rope(x), rotate(x, torch.arange(6), 10000.0))
     torch.testing.assert_close(rope(x, torch.tensor([4, 9]))[1], rotate(x[1], torch.arange(9, 15), 10000.0))
     torch.testing.assert_close(rope(x).norm(dim=-1), x.norm(dim=-1))
+    far = rope(x.bfloat16(), 30000)  # a position that bfloat16 does not hold: the angles are made in float32
+    torch.testing.assert_close(far.float(), rotate(x.bfloat16().float(), torch.arange(30000, 30006), 10000.0), atol=0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
