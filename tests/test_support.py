@@ -101,5 +101,5 @@ def test_forward_mode_is_refused():
 def test_explain_prints_what_a_call_may_not_be_combined_with():
     q = torch.randn(1, 2, 3, 4)
     mix = torch.eye(2)
-    assert "pre_mix, post_mix with attention_varlen on a GPU" in str(mha_ext.explain(q, q, q, pre_mix=mix))
+    assert "pre_mix, post_mix with a relative bias that requires grad, on a GPU" in str(mha_ext.explain(q, q, q, pre_mix=mix))
     assert "pre_mix, post_mix with" not in str(mha_ext.explain(q, q, q))

@@ -40,7 +40,7 @@ struct MixedBackwardTile : MixedTile<S, MixedBackwardLaunch> {
       for_own<S::kPer>([&](int i, int j) {
         const int at_pair = this->pair(i, j), row = at.row + this->own(i);
         A& x = weights[g * kMixedPairs + at_pair];
-        if (x != 0) x *= dprobability(g, at_pair) - static_cast<const A*>(p.delta)[(at.b * p.H + g) * p.Sq + row];
+        if (x != 0) x *= dprobability(g, at_pair) - static_cast<const A*>(p.delta)[this->row_place(g, row)];
       });
   }
 
@@ -81,11 +81,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     A* sums = static_cast<A*>(p.sums) + task * 2 * HH;
     __syncthreads();
     for (int64_t n = threadIdx.x; n < 2 * HH; n += S::kThreads) sums[n] = 0;
+    tile.enter(b);
+    const int Sq = tile.sequence.Sq, Sk = tile.sequence.Sk;
+    if (row >= Sq) continue;
     auto mine = [&](int64_t g, int i) { return (g * kMixedTile + tile.own(i)) * 16 + tile.thread % 16; };
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) partial[mine(g, i)] = 0;
     tile.clear(dq, p.H, p.D);
-    for (int key = 0; key < p.Sk; key += kMixedTile) {
+    for (int key = 0; key < Sk; key += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
       for (int64_t g = 0; g < p.H; ++g)
         for_own<S::kPer>([&](int i, int j) {
@@ -96,22 +99,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) {
         const A sum = sum_of_row(partial[mine(g, i)]);
-        const int64_t place = (b * p.H + g) * p.Sq + row + tile.own(i);
-        if (row + tile.own(i) < p.Sq && tile.thread % 16 == 0)
+        const int64_t place = tile.row_place(g, row + tile.own(i));
+        if (row + tile.own(i) < Sq && tile.thread % 16 == 0)
           static_cast<A*>(p.delta)[place] = sum - (p.dlse ? static_cast<const A*>(p.dlse)[place] : A(0));
       }
     __syncthreads();
-    for (int key = 0; key < p.Sk; key += kMixedTile) {
+    for (int key = 0; key < Sk; key += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
       if (p.post_mix) tile.add_head_products(sums + HH, tile.weights, tile.dweights);
       tile.compute_dscores();
       if (p.pre_mix) tile.add_head_products(sums, tile.capped, tile.weights);
       for (int64_t h = 0; h < p.H; ++h)
-        tile.template add_rows<false>(dq + h * kMixedTile * p.D, p.D, p.k, h / (p.H / p.Hk), p.Sk,
+        tile.template add_rows<false>(dq + h * kMixedTile * p.D, p.D, p.k, h / (p.H / p.Hk),
                                       [&](int i, int j) { return tile.dproduct(h, i, j); });
     }
-    tile.at = {b, row, 0};
-    tile.store(p.dq, dq, p.H, p.D, row, p.Sq);
+    tile.template store<false>(p.dq, dq, p.H, p.D, row);
   }
 }
 
@@ -127,21 +129,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int64_t task = blockIdx.x; task < p.B * p.key_tiles; task += gridDim.x) {
     const int64_t b = task / p.key_tiles;
     const int key = int(task % p.key_tiles) * kMixedTile;
+    tile.enter(b);
+    if (key >= tile.sequence.Sk) continue;
     tile.clear(dk, p.Hk, p.D);
     tile.clear(dv, p.Hk, p.Dv);
-    for (int row = 0; row < p.Sq; row += kMixedTile) {
+    for (int row = 0; row < tile.sequence.Sq; row += kMixedTile) {
       if (!tile.compute({b, row, key})) continue;
       for (int64_t g = 0; g < p.H; ++g)
-        tile.template add_rows<true>(dv + g / group * kMixedTile * p.Dv, p.Dv, p.dout, g, p.Sq,
+        tile.template add_rows<true>(dv + g / group * kMixedTile * p.Dv, p.Dv, p.dout, g,
                                      [&](int i, int j) { return tile.dropped(g, i, j); });
       tile.compute_dscores();
       for (int64_t h = 0; h < p.H; ++h)
-        tile.template add_rows<true>(dk + h / group * kMixedTile * p.D, p.D, p.q, h, p.Sq,
+        tile.template add_rows<true>(dk + h / group * kMixedTile * p.D, p.D, p.q, h,
                                      [&](int i, int j) { return tile.dproduct(h, i, j); });
     }
-    tile.at = {b, 0, key};
-    tile.store(p.dk, dk, p.Hk, p.D, key, p.Sk);
-    tile.store(p.dv, dv, p.Hk, p.Dv, key, p.Sk);
+    tile.template store<true>(p.dk, dk, p.Hk, p.D, key);
+    tile.template store<true>(p.dv, dv, p.Hk, p.Dv, key);
   }
 }
 
@@ -164,9 +167,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     __syncthreads();
     for (int64_t n = threadIdx.x; n < p.H * kMixedPairs; n += S::kThreads) sum[n] = 0;
     __syncthreads();
-    for (int64_t b = first_b; b < (stride[0] ? first_b + 1 : p.B); ++b)
-      for (int row = first_row; row < (all_rows ? p.Sq : min64(p.Sq, first_row + 1)); row += kMixedTile)
-        for (int key = first_key; key < (all_keys ? p.Sk : min64(p.Sk, first_key + 1)); key += kMixedTile) {
+    for (int64_t b = first_b; b < (stride[0] ? first_b + 1 : p.B); ++b) {
+      tile.enter(b);
+      const int Sq = tile.sequence.Sq, Sk = tile.sequence.Sk;
+      for (int row = first_row; row < (all_rows ? Sq : min(Sq, first_row + 1)); row += kMixedTile)
+        for (int key = first_key; key < (all_keys ? Sk : min(Sk, first_key + 1)); key += kMixedTile) {
           if (!tile.compute({b, row, key})) continue;
           tile.compute_dscores();
           for (int64_t g = 0; g < p.H; ++g)
@@ -175,6 +180,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               sum[e] += tile.weights[e];
             });
         }
+    }
     __syncthreads();
     const int rows = all_rows ? 1 : kMixedTile, keys = all_keys ? 1 : kMixedTile;
     for (int64_t n = threadIdx.x; n < (all_heads ? 1 : p.H) * rows * keys; n += S::kThreads) {
@@ -205,8 +211,10 @@ __global__ void attention_mixed_bwd_sums_simple(const __grid_constant__ MixedBac
     const int64_t g = n - 2 * HH;
     const A sink = static_cast<const A*>(p.sinks)[g];
     double sum = 0;
-    for (int64_t row = 0; sink != -A(INFINITY) && row < p.B * p.Sq; ++row) {
-      const int64_t place = (row / p.Sq * p.H + g) * p.Sq + row % p.Sq;
+    // Packed, the rows of all sequences lie in one piece.
+    const int64_t in_one = p.q_starts ? p.rows_stride_h : p.Sq, rows = p.q_starts ? in_one : p.B * p.Sq;
+    for (int64_t row = 0; sink != -A(INFINITY) && row < rows; ++row) {
+      const int64_t place = (row / in_one * p.H + g) * in_one + row % in_one;
       const A over = (sink - static_cast<const A*>(p.lse)[place]) - static_cast<const A*>(p.lse_rest)[place];
       sum -= double(exponential(over) * static_cast<const A*>(p.delta)[place]);
     }

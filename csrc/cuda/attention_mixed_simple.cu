@@ -29,6 +29,9 @@ int64_t backward_slot(const AttentionMixedBackward& p) {
   return 3 * p.H * kMixedPairs + std::max({dq, dkv, p.H * kMixedPairs});
 }
 
+// The elements of lse and of delta.
+int64_t rows_in_all(const AttentionMixedBackward& p) { return p.H * (p.q_starts ? p.rows_stride_h : p.B * p.Sq); }
+
 // Blocks that are at work at once in the largest of backward's grids.
 int64_t backward_blocks(const AttentionMixedBackward& p) {
   const int64_t bias = p.dbias.data ? p.B * tiles(p.Sq) * tiles(p.Sk) : 0;
@@ -79,7 +82,7 @@ void attention_mixed_fwd(const AttentionMixedForward& p, void* workspace, cudaSt
 
 std::size_t attention_mixed_bwd_workspace(const AttentionMixedBackward& p) {
   const std::size_t size = size_of(accumulate_type(p.dtype));
-  return round_up(std::size_t(p.B * p.H * p.Sq) * size) +
+  return round_up(std::size_t(rows_in_all(p)) * size) +
          round_up(std::size_t(p.B * tiles(p.Sq) * 2 * p.H * p.H) * size) +
          std::size_t(backward_blocks(p) * backward_slot(p)) * size;
 }
@@ -90,7 +93,7 @@ void attention_mixed_bwd(const AttentionMixedBackward& p, void* workspace, cudaS
   const std::size_t size = size_of(accumulate_type(p.dtype));
   char* free = static_cast<char*>(workspace);
   launch.delta = free;
-  launch.sums = free += round_up(std::size_t(p.B * p.H * p.Sq) * size);
+  launch.sums = free += round_up(std::size_t(rows_in_all(p)) * size);
   launch.slots = free + round_up(std::size_t(p.B * launch.query_tiles * 2 * p.H * p.H) * size);
   launch.slot = backward_slot(p);
   with_type(p.dtype, [&](auto zero) { run_backward<decltype(zero), Accumulate<decltype(zero)>>(launch, stream); });

@@ -29,7 +29,7 @@ template <class Problem>
 struct MixedLaunch : Problem, Numbers {
   int64_t query_tiles = 0, key_tiles = 0, slot = 0;  // slot: elements of a block's part of the workspace
   void* slots = nullptr;
-  void* delta = nullptr;  // backward: [B,H,Sq]
+  void* delta = nullptr;  // backward: as lse
   void* sums = nullptr;   // backward: [B * query_tiles][2][H][H], the parts of dpre_mix and dpost_mix
 };
 
@@ -49,6 +49,7 @@ struct MixedTile {
   typename S::Shared& shared;
   A *capped, *weights, *dweights;  // [H][kMixedPairs]; capped: softcap(scale * q.k)
   int thread;
+  Sequence sequence;  // of at.b
   MixedPlace at;
   bool by_head;             // masks differ by head
   bool seen[kPer][kPer];    // by some head
@@ -67,11 +68,17 @@ struct MixedTile {
   __device__ int other(int j) const { return thread % 16 + 16 * j; }
   __device__ int pair(int i, int j) const { return own(i) * kMixedTile + other(j); }
 
+  // Of a row of head h in lse, lse_rest, dlse and delta.
+  __device__ int64_t row_place(int64_t h, int row) const { return first_row(p, sequence, unsigned(h)) + row; }
+
   __device__ bool visible(int64_t h, int i, int j) const {
     const int row = at.row + own(i), key = at.key + other(j);
-    return row < p.Sq && key >= interval[i].begin && key < interval[i].end &&
+    return row < sequence.Sq && key >= interval[i].begin && key < interval[i].end &&
            visible_in_interval(p.mask, at.b, h, row, key);
   }
+
+  // To be called before go, with the sample that it goes to.
+  __device__ void enter(int64_t b) { sequence = cuda::sequence(p, unsigned(b)); }
 
   // Goes to a tile; returns whether some pair of it is visible, the same for all threads.
   __device__ bool go(MixedPlace to) {
@@ -79,7 +86,7 @@ struct MixedTile {
     bool any = false;
     for (int i = 0; i < kPer; ++i) {
       const int row = at.row + own(i);
-      interval[i] = row < p.Sq ? row_interval(p.mask, at.b, row, p.Sk) : Interval{0, 0};
+      interval[i] = row < sequence.Sq ? row_interval(p.mask, at.b, row, sequence.Sk, sequence.shift) : Interval{0, 0};
       for (int j = 0; j < kPer; ++j) {
         seen[i][j] = false;
         for (int64_t h = 0; h < (by_head ? p.H : 1) && !seen[i][j]; ++h) seen[i][j] = visible(h, i, j);
@@ -94,7 +101,8 @@ struct MixedTile {
   __device__ void products(A* to, const Tensor4& x, const Tensor4& y, int64_t size, F finish) {
     A c[kPer][kPer];
     for (int64_t h = 0; h < p.H; ++h) {
-      const Matrix<T> rows = matrix<T>(x, at.b, h, p.Sq, size), keys = matrix<T>(y, at.b, h / (p.H / p.Hk), p.Sk, size);
+      const Matrix<T> rows = query_rows<T>(x, sequence, h, size),
+                      keys = key_rows<T>(y, sequence, h / (p.H / p.Hk), size);
       multiply_rows_simple<S>(c, rows, at.row, keys, at.key, shared, thread);
       for_own<kPer>(
           [&](int i, int j) { to[h * kMixedPairs + pair(i, j)] = seen[i][j] ? finish(h, i, j, c[i][j]) : A(0); });
@@ -131,8 +139,7 @@ struct MixedTile {
     A x = mixed(capped, p.pre_mix, g, pair(i, j));
     if (p.bias.data)
       x += element<A>(p.bias.data, p.bias_dtype,
-                      at.b * p.bias.stride[0] + g * p.bias.stride[1] + (at.row + own(i)) * p.bias.stride[2] +
-                          (at.key + other(j)) * p.bias.stride[3]);
+                      bias_offset(p, p.bias, sequence, unsigned(g), at.row + own(i), at.key + other(j)));
     return x;
   }
 
@@ -140,8 +147,8 @@ struct MixedTile {
   __device__ void compute_weights(const A* lse, const A* lse_rest) {
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < kPer; ++i) {
-        const int64_t place = (at.b * p.H + g) * p.Sq + at.row + own(i);
-        const bool sees = at.row + own(i) < p.Sq && lse[place] != -A(INFINITY);
+        const int64_t place = row_place(g, at.row + own(i));
+        const bool sees = at.row + own(i) < sequence.Sq && lse[place] != -A(INFINITY);
         for (int j = 0; j < kPer; ++j)
           weights[g * kMixedPairs + pair(i, j)] =
               sees && visible(g, i, j)
@@ -158,13 +165,13 @@ struct MixedTile {
 
   // sum[own row or key][column] += matrix of f(i, j) times rows of x; sum [kTile][columns] in the workspace.
   template <bool kOwnsKeys, class F>
-  __device__ void add_rows(A* sum, int64_t columns, const Tensor4& x, int64_t h, int64_t rows, F f) {
+  __device__ void add_rows(A* sum, int64_t columns, const Tensor4& x, int64_t h, F f) {
     __syncthreads();
     for_own<kPer>([&](int i, int j) {
       A& w = kOwnsKeys ? shared.w[other(j)][own(i)] : shared.w[own(i)][other(j)];
       w = f(i, j);
     });
-    const Matrix<T> m = matrix<T>(x, at.b, h, rows, columns);
+    const Matrix<T> m = kOwnsKeys ? query_rows<T>(x, sequence, h, columns) : key_rows<T>(x, sequence, h, columns);
     for (int column = 0; column < columns; column += kMixedTile) {
       A c[kPer][kPer];
       auto place = [&](int i, int j) { return own(i) * columns + column + other(j); };
@@ -188,10 +195,11 @@ struct MixedTile {
   __device__ void clear(A* sum, int64_t heads, int64_t columns) const {
     for_sums(sum, heads, columns, [](A& x, int64_t, int, int) { x = 0; });
   }
-  __device__ void store(const Tensor4& to, A* sum, int64_t heads, int64_t columns, int first, int64_t rows) const {
+  template <bool kOwnsKeys>
+  __device__ void store(const Tensor4& to, A* sum, int64_t heads, int64_t columns, int first) const {
     for_sums(sum, heads, columns, [&](A x, int64_t h, int row, int column) {
-      if (first + row < rows)
-        static_cast<T*>(to.data)[at.b * to.stride[0] + h * to.stride[1] + (first + row) * to.stride[2] + column] = T(x);
+      const Matrix<T> m = kOwnsKeys ? key_rows<T>(to, sequence, h, columns) : query_rows<T>(to, sequence, h, columns);
+      if (first + row < m.rows) const_cast<T*>(m.data)[(first + row) * m.stride + column] = T(x);
     });
   }
 };
@@ -217,12 +225,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int64_t task = blockIdx.x; task < p.B * p.query_tiles; task += gridDim.x) {
     const int64_t b = task / p.query_tiles;
     const int row = int(task % p.query_tiles) * kMixedTile;
+    tile.enter(b);
+    const int Sq = tile.sequence.Sq, Sk = tile.sequence.Sk;
+    if (row >= Sq) continue;
     // A thread's maximum and sum of its keys, of each head and row.
     auto mine = [&](int64_t g, int i) { return (g * kMixedTile + tile.own(i)) * 16 + tile.thread % 16; };
     for (int64_t g = 0; g < p.H; ++g)
       for (int i = 0; i < S::kPer; ++i) top[mine(g, i)] = -A(INFINITY), sum[mine(g, i)] = 0;
     tile.clear(out, p.H, p.Dv);
-    for (int key = 0; key < p.Sk; key += kMixedTile) {
+    for (int key = 0; key < Sk; key += kMixedTile) {
       if (!tile.go({b, row, key})) continue;
       tile.compute_capped();
       for (int64_t g = 0; g < p.H; ++g)
@@ -246,13 +257,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (higher != -A(INFINITY)) s = (s == 0 ? A(0) : s * exponential(m - higher)) + exponential(sink - higher);
           m = higher;
         }
-        if (row + tile.own(i) >= p.Sq || tile.thread % 16) continue;
-        const int64_t place = (b * p.H + g) * p.Sq + row + tile.own(i);
+        if (row + tile.own(i) >= Sq || tile.thread % 16) continue;
+        const int64_t place = tile.row_place(g, row + tile.own(i));
         const ExactSum<A> log = s == 0 ? ExactSum<A>{-A(INFINITY), 0} : exact_sum(m, logarithm(s));
         lse[place] = log.value, lse_rest[place] = log.rest;
       }
     __syncthreads();
-    for (int key = 0; key < p.Sk; key += kMixedTile) {
+    for (int key = 0; key < Sk; key += kMixedTile) {
       const bool any = tile.go({b, row, key});
       if (any) {
         tile.compute_capped();
@@ -260,19 +271,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       for (int64_t g = 0; g < p.H; ++g) {
         if (any)
-          tile.template add_rows<false>(out + g * kMixedTile * p.Dv, p.Dv, p.v, g / (p.H / p.Hk), p.Sk,
+          tile.template add_rows<false>(out + g * kMixedTile * p.Dv, p.Dv, p.v, g / (p.H / p.Hk),
                                         [&](int i, int j) { return tile.dropped(g, i, j); });
         if (p.weights.data)
           for_own<S::kPer>([&](int i, int j) {
             const int64_t r = row + tile.own(i), c = key + tile.other(j);
-            if (r < p.Sq && c < p.Sk)
+            if (r < Sq && c < Sk)
               static_cast<T*>(p.weights.data)[((b * p.H + g) * p.Sq + r) * p.Sk + c] =
                   T(any ? tile.dropped(g, i, j) + A(0) : A(0));
           });
       }
     }
-    tile.at = {b, row, 0};
-    tile.store(p.out, out, p.H, p.Dv, row, p.Sq);
+    tile.template store<false>(p.out, out, p.H, p.Dv, row);
   }
 }
 

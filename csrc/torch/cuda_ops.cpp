@@ -35,13 +35,6 @@ class OnDevice {
 // torch's allocator hands the memory out again only to later work on the same stream.
 Tensor workspace(size_t bytes, const Tensor& like) { return empty({int64_t(bytes)}, ScalarType::Byte, like); }
 
-// What the kernels of talking heads do not do.
-void refuse_mixed(const AttentionProblem& p) {
-  MHA_CHECK(!p.q_starts,
-            "pre_mix or post_mix was given with packed sequences on a GPU; accepted there: sequences padded "
-            "to one length.");
-}
-
 // For explain: between note_kernels and noted_kernels this thread's calls of attention_fwd only note what they, and
 // backward after them, would run.
 struct Noted {
@@ -72,13 +65,11 @@ struct Cuda {
     cuda::attention_bwd(p, space.data_ptr(), on.stream());
   }
   static void attention_mixed_fwd(const AttentionMixedForward& p, const Tensor& like) {
-    refuse_mixed(p);
     OnDevice on(like);
     Tensor space = workspace(cuda::attention_mixed_fwd_workspace(p), like);
     cuda::attention_mixed_fwd(p, space.data_ptr(), on.stream());
   }
   static void attention_mixed_bwd(const AttentionMixedBackward& p, const Tensor& like) {
-    refuse_mixed(p);
     MHA_CHECK(
         !(p.bias_relative && p.dbias.data),
         "pre_mix or post_mix was given with a relative bias on a GPU that requires grad; accepted there: one that "
