@@ -146,7 +146,8 @@ def generator(seed: int | str) -> torch.Generator:
 
 
 def randn(gen: torch.Generator, *shape: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+    """From gen, which is of the CPU, on the default device."""
+    return torch.randn(shape, generator=gen, dtype=torch.float64, device="cpu").to(torch.get_default_device(), dtype)
 
 
 def surrounded(t: torch.Tensor, order: tuple[int, ...] | None = None, last_step: int = 1, aligned: bool = False) -> torch.Tensor:

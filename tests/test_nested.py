@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ LENGTHS_Q, LENGTHS_K = [3, 70, 1, 20], [5, 70, 2, 9]
 
 def jagged(lengths, *rest, seed=0):
     gen = torch.Generator().manual_seed(seed)
-    values = torch.randn(sum(lengths), *rest, generator=gen).requires_grad_()
+    values = cases.randn(gen, sum(lengths), *rest).requires_grad_()
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     return values, torch.nested.nested_tensor_from_jagged(values, offsets)
 

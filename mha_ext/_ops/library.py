@@ -50,7 +50,6 @@ library.define(
 
 attention_cached = torch.ops.mha_ext.attention_cached.default  # has no gradient
 dropout_mask = torch.ops.mha_ext.dropout_mask.default
-draw_rng_state = torch.ops.mha_ext.draw_rng_state.default
 
 
 def attention_kernels(deterministic: bool, *arguments: Any) -> list[tuple[str, str | None]]:
@@ -72,6 +71,14 @@ def _draw_rng_state(like: Tensor) -> Tensor:
     too."""
     state = torch.tensor([0, 0, *_place.get()], dtype=torch.int64, device="cpu")
     state[:2].random_(-(2**63), 2**63 - 1)
+    return state.to(like.device)
+
+
+def draw_rng_state(like: Tensor) -> Tensor:
+    """A new state on like's device. The op itself sees tensors on the CPU, whose generator it draws from: where compiled code
+    computes an op again (checkpointing), it puts back the generator of the device of the op's tensors."""
+    on_cpu = like if like.device.type == "cpu" else like.new_empty(0, device="cpu")
+    state: Tensor = torch.ops.mha_ext.draw_rng_state.default(on_cpu)
     return state.to(like.device)
 
 
@@ -260,4 +267,4 @@ def _(info: Any, in_dims: Any, like: Tensor) -> Any:
         raise ValueError(
             'dropout was asked for under vmap(randomness="error"); accepted there: randomness="different" or "same".'
         )
-    return draw_rng_state(like), None  # the rules of the ops (vmap.py) tell the mapped problems apart
+    return torch.ops.mha_ext.draw_rng_state(like), None  # the rules of the ops (vmap.py) tell the mapped problems apart
