@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <string>
 
 #include "cpu/isa.h"
@@ -29,13 +30,14 @@ pybind11::dict build_info() {
 }
 
 pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> sizes, bool dropout, bool mixed,
-                              int threads) {
+                              int threads, std::array<std::optional<int64_t>, 2> band) {
   mha::AttentionProblem p;
   p.dtype = dtype == "float64"    ? mha::DType::f64
             : dtype == "float32"  ? mha::DType::f32
             : dtype == "bfloat16" ? mha::DType::bf16
                                   : mha::DType::f16;
   p.B = sizes[0], p.H = sizes[1], p.Hk = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4], p.D = sizes[5], p.Dv = sizes[6];
+  p.mask.band_lo = band[0].value_or(-mha::kNoLimit), p.mask.band_hi = band[1].value_or(mha::kNoLimit);
   static const int64_t state[2] = {};
   if (dropout) p.dropout = {0.5, state};  // any value: only whether there is dropout counts
   const mha::cpu::Kernels& kernels = mha::cpu::kernels();
@@ -46,6 +48,8 @@ pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> s
   d["tile_keys"] = plan.tile_keys;
   d["forward_tasks"] = plan.fwd_tasks;
   d["backward_tasks"] = plan.bwd_tasks;
+  d["forward_efficiency"] = plan.fwd_efficiency;
+  d["backward_efficiency"] = plan.bwd_efficiency;
   d["forward_workspace"] = plan.fwd_workspace;
   d["backward_workspace"] = plan.bwd_workspace;
   return d;
@@ -61,8 +65,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.def(
       "cpu_isa", [] { return std::string(mha::cpu::kernels().isa); }, "The instruction set of the CPU kernels in use.");
   m.def("attention_plan", &attention_plan, pybind11::arg("dtype"), pybind11::arg("sizes"), pybind11::arg("dropout"),
-        pybind11::arg("mixed"), pybind11::arg("threads"),
-        "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv).");
+        pybind11::arg("mixed"), pybind11::arg("threads"), pybind11::arg("band"),
+        "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv), where query i sees the keys band[0] <= j - i <= "
+        "band[1].");
   m.def("built_isas", &mha::cpu::built_isas, "The instruction sets of this build, plainest first.");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
 }

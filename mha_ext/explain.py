@@ -209,7 +209,7 @@ def _kernel(call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
         if op != "attention_cached":
             B, Sq, Sk = call.sizes() if call.packed[0] is None else (1, *call.packed[2:4])  # one sequence at a time
             sizes = B, q.shape[1], k.shape[1], Sq, Sk, q.shape[3], v.shape[3]
-            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, bool(call.mixes), threads)
+            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, bool(call.mixes), threads, (None, None))
             kernel += f", products in {plan['arithmetic']}"
             numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
             for name in ("tasks", "workspace"):

@@ -81,16 +81,19 @@ struct TileProduct {
   int64_t pairs;
 };
 
-template <int N>
+// run_by_run: all planes of a pair of tiles before the next pair, so that a sum has its bits wherever it is
+// interrupted.
+template <int N, bool kRunByRun = false>
 MHA_INLINE void multiply(const TileProduct& p) {
   SumTile* const c = p.c;
   if (p.from_zero)
     amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
   else
     amx_load<0>(c, 64), amx_load<1>(c + 1, 64), amx_load<2>(c + 2, 64), amx_load<3>(c + 3, 64);
-  for_each_product_of_planes<N>(false, [&](int a_plane, int b_plane) MHA_INLINE_LAMBDA {
-    const HalfTile *a = p.a.tiles + a_plane * p.a.plane, *b = p.b.tiles + b_plane * p.b.plane;
-    for (int64_t i = 0; i < p.pairs; ++i, a += p.a.step, b += p.b.step) {
+  auto add = [&](int a_plane, int b_plane, int64_t first, int64_t last) MHA_INLINE_LAMBDA {
+    const HalfTile *a = p.a.tiles + a_plane * p.a.plane + first * p.a.step,
+                   *b = p.b.tiles + b_plane * p.b.plane + first * p.b.step;
+    for (int64_t i = first; i < last; ++i, a += p.a.step, b += p.b.step) {
       load_operand<4, Pass::stays>(a);
       load_operand<6, Pass::by>(b);
       amx_dot<0, 4, 6>();
@@ -100,7 +103,13 @@ MHA_INLINE void multiply(const TileProduct& p) {
       amx_dot<1, 4, 7>();
       amx_dot<3, 5, 7>();
     }
-  });
+  };
+  for (int64_t first = 0; first < p.pairs;) {
+    const int64_t last = kRunByRun && N > 1 ? first + 1 : p.pairs;
+    for_each_product_of_planes<N>(
+        false, [&](int a_plane, int b_plane) MHA_INLINE_LAMBDA { add(a_plane, b_plane, first, last); });
+    first = last;
+  }
   amx_store<0>(c, 64), amx_store<1>(c + 1, 64), amx_store<2>(c + 2, 64), amx_store<3>(c + 3, 64);
 }
 

@@ -3,13 +3,13 @@
 //   S^T = K Q^T    dP^T = V dO^T    P = exp(S - lse)    dS = P * (dP - delta)
 //   dQ^T += K^T dS^T    dK += dS^T Q    dV += P^T dO
 //
-// Queries lie in vector lanes in the first two and dQ, features in dK and dV; each is a product of gemm.h. A task walks
-// the heads that it has of one key/value head: it lays out the queries of a head once, then key tiles are the outer
-// loop and query blocks the inner one.
+// Queries lie in vector lanes in the first two and dQ, features in dK and dV; each is a product of gemm.h. The queries
+// of a head are laid out once, by the first pass over some keys that meets them; in a pass, query blocks are the outer
+// loop and its few key tiles the inner one.
 #pragma once
 
 #include "attention_bwd_operands.h"
-#include "attention_bwd_plan.h"
+#include "attention_bwd_space.h"
 #include "attention_bwd_sums.h"
 #include "attention_bwd_tile.h"
 #include "finite_rows.h"
@@ -22,104 +22,81 @@
 
 MHA_ISA_BEGIN
 
-// What one thread works in.
-template <class Unit>
-struct BackwardScratch {
-  using T = typename Product<Unit>::Acc;
-  QueryBlock<T>* blocks;
-  QueryScratch<Unit> queries;
-  QueryOperands<Unit>* operands;  // [blocks]
-  KeyOperands<Unit> keys[kPassTiles];
-  TileScratch<Unit> tile;
-  TileMask<T>* mask;
-  Unit* finite;       // rows of one operand of a tile for FiniteRows
-  Unit* few_rows;     // [kFewRows][few_ld], of a head
-  T* dq;              // [blocks][D][kMaxRows]
-  T *dk, *dv;         // [keys of the chunk][features]
-  double* diagonals;  // [Sq + keys of the chunk - 1]: sums of a head's dS by query less key, where the bias is relative
-
-  BackwardScratch(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
-    const int64_t n = ceil_div(p.Sq, kMaxRows), size = kMaxKeys * kMaxRows;
-    blocks = arena.take<QueryBlock<T>>(n);
-    queries = take_query_scratch<Unit>(arena, p, n);
-    operands = arena.take<QueryOperands<Unit>>(n);
-    for (KeyOperands<Unit>& k : keys) k = take_key_operands<Unit>(arena, p);
-    tile.s = arena.take<T>(size);
-    tile.dp = arena.take<T>(size);
-    tile.bias = arena.take<T>(p.bias.data || p.dweights.data ? size : 0);
-    tile.factor = arena.take<T>(p.dropout.rng_state ? size : 0);
-    const int64_t rounded = kPairs<Unit> ? kPlanes<Unit> * kLanesPlane<Unit> : 0;
-    tile.p_rows = arena.take<Unit>(rounded);
-    tile.ds_rows = arena.take<Unit>(rounded);
-    tile.ds_lanes = arena.take<Unit>(rounded);
-    mask = arena.take<TileMask<T>>(1);
-    finite = arena.take<Unit>(columns_size<Unit>(std::max(kMaxRows, kMaxKeys), max64(p.D, p.Dv)));
-    few_rows = arena.take<Unit>(kPairs<Unit> ? 0 : kFewRows * few_ld<Unit>(int(p.D)));
-    dq = arena.take<T>(n * kMaxRows * p.D);
-    dk = arena.take<T>(plan.chunk_keys * p.D);
-    dv = arena.take<T>(plan.chunk_keys * p.Dv);
-    diagonals = arena.take<double>(p.dbias.data && p.bias_relative ? p.Sq + plan.chunk_keys : 0);
-  }
-};
-
 // One thread's work.
 template <class Unit, int Degree>
-class BackwardWorker {
+class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
   using T = typename Product<Unit>::Acc;
+  using Place = BackwardPlace<BackwardHead<Unit>>;
+  using Place::p_, Place::plan_, Place::shared_, Place::at_, Place::head_, Place::b_, Place::hk_, Place::first_key_,
+      Place::last_key_;
   static constexpr int L = Vec<T>::lanes;
 
  public:
-  BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<T>& parts, Arena arena)
-      : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan), plain_(plain_scores(p) && ScoreRule<T>(p).raw) {}
+  using Scratch = BackwardScratch<Unit>;
+
+  BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<BackwardHead<Unit>>& shared,
+                 Arena arena)
+      : Place(p, plan, shared, arena), s_(arena, p, plan), plain_(plain_scores(p) && ScoreRule<T>(p).raw) {}
+
+  static std::size_t bytes(const AttentionBackward& p, const BackwardPlan& plan,
+                           const BackwardShared<BackwardHead<Unit>>& shared) {
+    Arena own(nullptr);
+    Place::take_own(own, p, plan, shared);
+    Scratch(own, p, plan);
+    return own.used();
+  }
 
   void run(const BackwardUnit& unit) {
     dbias_ = p_.dbias;
-    if (unit.bias_part > 0) {
-      dbias_.data = parts_.dbias + (unit.bias_part - 1) * plan_.bias_elements + plan_.bias_origin;
-    }
-    for (int64_t n = unit.first_shared; n < unit.last_shared; ++n) {
-      int64_t at[3];
-      plan_.place(unit.owned, n, at);
-      b_ = at[0], hk_ = at[1] / plan_.splits, split_ = at[1] % plan_.splits, chunk_ = at[2];
-      run_task();
-    }
+    if (unit.bias_part > 0)
+      dbias_.data = shared_.dbias + (unit.bias_part - 1) * plan_.bias_elements + plan_.bias_origin;
+    this->for_each_task_of(unit, [&] {
+      for (int64_t h = at_.first_head; h < at_.last_head; ++h) run_head(h);
+    });
   }
 
  private:
-  void run_task() {
-    first_key_ = min64(p_.Sk, chunk_ * plan_.chunk_keys);
-    last_key_ = min64(p_.Sk, first_key_ + plan_.chunk_keys);
-    const int64_t keys = last_key_ - first_key_, first_head = hk_ * plan_.group;
-    std::fill_n(s_.dk, keys * p_.D, T(0));
-    std::fill_n(s_.dv, keys * p_.Dv, T(0));
-    const int64_t end = first_head + min64(plan_.group, (split_ + 1) * plan_.heads);
-    for (int64_t h = first_head + split_ * plan_.heads; h < end; ++h) run_head(h);
-    finish_keys(p_.dk, parts_.dk, s_.dk, p_.D, T(p_.scale));
-    finish_keys(p_.dv, parts_.dv, s_.dv, p_.Dv, T(1));
-  }
-
   void run_head(int64_t h) {
-    const int blocks = int(ceil_div(p_.Sq, kMaxRows));
     const bool relative = p_.dbias.data && p_.bias_relative && p_.Sq > 0 && first_key_ < last_key_;
     const int64_t diagonals = relative ? p_.Sq + last_key_ - first_key_ - 1 : 0;
     std::fill_n(s_.diagonals, diagonals, 0.0);
-    for (int n = 0; n < blocks; ++n) load_queries(h, n);
-    for (int64_t first = first_key_; first < last_key_; first += kPassTiles * kMaxKeys) {
-      bool loaded[kPassTiles] = {};
-      for (int n = 0; n < blocks; ++n) {
-        for (int t = 0; t < kPassTiles && first + t * kMaxKeys < last_key_; ++t) {
-          const int64_t key = first + t * kMaxKeys;
-          const int keys = int(min64(kMaxKeys, last_key_ - key));
-          const TileKind kind = classify(s_.mask, p_.mask, s_.blocks[n].rows, key, keys);
-          if (kind == TileKind::none) continue;
-          if (!loaded[t]) load_keys<T>(s_.keys[t], p_, b_, hk_, key, keys);
-          loaded[t] = true;
-          run_tile(n, s_.keys[t], kind == TileKind::all ? nullptr : s_.mask, key, keys);
-        }
-      }
-    }
-    for (int n = 0; n < blocks; ++n) finish_queries(h, n);
+    int64_t first = first_key_;
+    do {
+      run_pass(h, first, min64(plan_.pass_keys, last_key_ - first));
+    } while ((first += plan_.pass_keys) < last_key_);
     if (diagonals > 0) store_diagonals<T>(dbias_, s_.diagonals, b_, h, 0, p_.Sq, first_key_, last_key_ - first_key_);
+  }
+
+  // The keys from `first` on against the head's queries, the last ones first: under a causal mask passes that begin
+  // together then meet the same block one after the other.
+  void run_pass(int64_t h, int64_t first, int64_t keys) {
+    std::fill_n(s_.dk, keys * p_.D, T(0));
+    std::fill_n(s_.dv, keys * p_.Dv, T(0));
+    pass_key_ = first;
+    bool loaded[kPassTiles] = {};
+    for (int64_t n = ceil_div(p_.Sq, kMaxRows); n-- > 0;) {
+      if (!this->reach(n, first, keys, &turn_)) continue;
+      if (turn_.first) {
+        turn_.wait_until_free();
+        load_queries(h, int(n));
+        turn_.packed();
+      } else {
+        turn_.wait_until_packed();
+      }
+      for (int64_t t = 0; t * kMaxKeys < keys; ++t) {
+        const int64_t key = first + t * kMaxKeys;
+        const int tile_keys = int(min64(kMaxKeys, first + keys - key));
+        const TileKind kind = classify(s_.mask, p_.mask, head_.blocks[n].rows, key, tile_keys);
+        if (kind == TileKind::none) continue;
+        if (!loaded[t]) load_keys<T>(s_.keys[t], p_, b_, hk_, key, tile_keys);
+        loaded[t] = true;
+        run_tile(int(n), s_.keys[t], kind == TileKind::all ? nullptr : s_.mask, key, tile_keys);
+      }
+      turn_.wait_for_dq();
+      if (turn_.last) finish_queries(h, int(n));
+      turn_.done();
+    }
+    finish_keys(h, first, keys);
   }
 
   // Units of a plane of q_lanes and dout_lanes.
@@ -129,20 +106,20 @@ class BackwardWorker {
   void load_queries(int64_t h, int n) {
     const int64_t first = int64_t(n) * kMaxRows, D = p_.D, Dv = p_.Dv;
     const int rows = int(min64(kMaxRows, p_.Sq - first));
-    QueryBlock<T>& block = s_.blocks[n];
+    QueryBlock<T>& block = head_.blocks[n];
     set_rows(&block.rows, p_.mask, b_, h, first, rows, p_.Sq, p_.Sk);
-    T* dq = s_.dq + n * kMaxRows * D;
+    T* dq = head_.dq + n * kMaxRows * D;
     for (int64_t d = 0; d < D; ++d) std::fill_n(dq + d * kMaxRows, round_up(rows, L), T(0));
-    if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
+    if (!this->sees_keys(block.rows)) return;
     if constexpr (!kPairs<Unit>) {
       block.few_begin = few_from(p_, h, first, rows);
       int64_t offset[kMaxRows];
       for (int r = block.few_begin; r < rows; ++r) offset[r - block.few_begin] = r * p_.q.stride[2];
       const void* src = first_row(p_.q, p_.dtype, block.rows);
-      if (block.few_begin < rows) few_queries(s_.few_rows, src, p_.dtype, offset, rows - block.few_begin, int(D));
+      if (block.few_begin < rows) few_queries(head_.few_rows, src, p_.dtype, offset, rows - block.few_begin, int(D));
     }
-    const QueryScratch<Unit>& q = s_.queries;
-    QueryOperands<Unit>& to = s_.operands[n];
+    const QueryScratch<Unit>& q = head_.queries;
+    QueryOperands<Unit>& to = head_.operands[n];
     const int planes = n * kPlanes<Unit>;  // before this block's
     to.q_lanes = q.q_lanes + planes * q_plane();
     to.dout_lanes = q.dout_lanes + planes * dout_plane();
@@ -162,8 +139,8 @@ class BackwardWorker {
   }
 
   void run_tile(int n, const KeyOperands<Unit>& k, const TileMask<T>* mask, int64_t first_key, int keys) {
-    const QueryBlock<T>& block = s_.blocks[n];
-    const QueryOperands<Unit>& q = s_.operands[n];
+    const QueryBlock<T>& block = head_.blocks[n];
+    const QueryOperands<Unit>& q = head_.operands[n];
     const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
     if (mask)
       strips_.take(*mask, lanes, keys);
@@ -184,7 +161,7 @@ class BackwardWorker {
     });
     if constexpr (!kPairs<Unit>) {
       if (block.few_begin < rows)
-        few_scores(k.k.a, k.k.am, keys, D, s_.few_rows, few_ld<Unit>(D), rows - block.few_begin,
+        few_scores(k.k.a, k.k.am, keys, D, head_.few_rows, few_ld<Unit>(D), rows - block.few_begin,
                    s_.tile.s + block.few_begin, ReadAhead(Ahead(), keys, nullptr, 0));
     }
     if constexpr (kPlanes<Unit> > 1) {
@@ -219,15 +196,16 @@ class BackwardWorker {
   // The products of one tile: dQ, dK, dV. mask is null when all is visible.
   void add_products(int n, const KeyOperands<Unit>& k, const TileOperands<Unit>& t, const TileMask<T>* mask,
                     int64_t first_key, int keys) {
-    const QueryBlock<T>& block = s_.blocks[n];
+    const QueryBlock<T>& block = head_.blocks[n];
     const int rows = block.rows.rows, lanes = round_up(rows, L), D = int(p_.D), Dv = int(p_.Dv);
-    T* dq = s_.dq + int64_t(n) * kMaxRows * D;
-    T* dk = s_.dk + (first_key - first_key_) * D;
-    T* dv = s_.dv + (first_key - first_key_) * Dv;
+    T* dq = head_.dq + int64_t(n) * kMaxRows * D;
+    T* dk = s_.dk + (first_key - pass_key_) * D;
+    T* dv = s_.dv + (first_key - pass_key_) * Dv;
     FiniteRows<Unit> finite_k, finite_q, finite_dout;
 
     Broadcast<Unit> features = k.k_features;
     if (mask && !k.finite) features = finite_k.take(k.k_rows, p_.dtype, p_.k.stride[2], keys, D, s_.finite);
+    turn_.wait_for_dq();
     strips_.for_each_by_rows([&](const Strip& strip) {
       const int64_t first = strip.first / kUnitK<Unit>;
       gemm<Unit>(D, strip.end - strip.begin, units<Unit>(strip.keys), features.a + first * features.ak, features.am,
@@ -242,11 +220,11 @@ class BackwardWorker {
       const Broadcast<Unit> clean = finite.take(first, p_.dtype, x.stride[2], rows, cols, s_.finite, Side::b);
       return RowsOperand<Unit>{clean.a, clean.ak, clean.plane};
     };
-    const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, s_.operands[n].q_rows);
+    const RowsOperand<Unit> q = rows_of(finite_q, p_.q, D, head_.operands[n].q_rows);
     add_rows(t.ds, q, rows, dk, D);
     if (mask) finite_q.add_queries(dk, s_.tile.dp, *mask, keys);
 
-    const RowsOperand<Unit> dout = rows_of(finite_dout, p_.dout, Dv, s_.operands[n].dout_rows);
+    const RowsOperand<Unit> dout = rows_of(finite_dout, p_.dout, Dv, head_.operands[n].dout_rows);
     add_rows(t.p, dout, rows, dv, Dv);
     if (mask) finite_dout.add_queries(dv, s_.tile.s, *mask, keys);
   }
@@ -264,32 +242,51 @@ class BackwardWorker {
   void finish_queries(int64_t h, int n) {
     const int64_t first = int64_t(n) * kMaxRows, D = p_.D;
     const int rows = int(min64(kMaxRows, p_.Sq - first));
-    T* dq = s_.dq + n * kMaxRows * D;
+    T* dq = head_.dq + n * kMaxRows * D;
     const Vec<T> scale = set1(T(p_.scale));
     for (int64_t i = 0; i < kMaxRows * D; i += kMaxRows)
       for (int r = 0; r < rows; r += L) store(dq + i + r, load(dq + i + r) * scale);
-    const bool whole = plan_.chunks == 1;
+    const bool whole = plan_.copies() == 1;
     int64_t offset[kMaxRows];
     for (int r = 0; r < rows; ++r) offset[r] = r * (whole ? p_.dq.stride[2] : D);
     if (whole) {
       const int64_t corner = b_ * p_.dq.stride[0] + h * p_.dq.stride[1] + first * p_.dq.stride[2];
       untranspose_rows(element(p_.dq.data, p_.dtype, corner), p_.dtype, offset, dq, kMaxRows, rows, int(D));
     } else {
-      T* part = parts_.dq + (((chunk_ * p_.B + b_) * p_.H + h) * p_.Sq + first) * D;
+      T* part = shared_.dq + (((at_.chunk * p_.B + b_) * p_.H + h) * p_.Sq + first) * D;
       untranspose_rows(part, offset, dq, kMaxRows, rows, int(D));
     }
   }
 
-  void finish_keys(const Tensor4& out, T* parts, const T* sum, int64_t cols, T scale) {
-    const int64_t keys = last_key_ - first_key_;
-    if (plan_.splits > 1) {
-      T* part = parts + (((split_ * p_.B + b_) * p_.Hk + hk_) * p_.Sk + first_key_) * cols;
+  // dK and dV of the pass's keys, of this head or, with it, of all its group.
+  void finish_keys(int64_t h, int64_t first, int64_t keys) {
+    this->add_head(h, first, [&](bool is_first, bool is_last, T* dk, T* dv) {
+      if (!is_first) add_sums(dk, s_.dk, keys * p_.D), add_sums(dv, s_.dv, keys * p_.Dv);
+      if (is_last) {
+        store_keys(p_.dk, shared_.dk, is_first ? s_.dk : dk, first, keys, p_.D, T(p_.scale));
+        store_keys(p_.dv, shared_.dv, is_first ? s_.dv : dv, first, keys, p_.Dv, T(1));
+      } else if (is_first) {
+        std::memcpy(dk, s_.dk, size_t(keys * p_.D) * sizeof(T));
+        std::memcpy(dv, s_.dv, size_t(keys * p_.Dv) * sizeof(T));
+      }
+    });
+  }
+
+  static void add_sums(T* sum, const T* more, int64_t n) {
+    int64_t i = 0;
+    for (; i + L <= n; i += L) store(sum + i, load(sum + i) + load(more + i));
+    if (i < n) store_n(sum + i, load_n(sum + i, int(n - i)) + load_n(more + i, int(n - i)), int(n - i));
+  }
+
+  void store_keys(const Tensor4& out, T* parts, const T* sum, int64_t first, int64_t keys, int64_t cols, T scale) {
+    if (plan_.partial_keys() > 1) {
+      T* part = parts + (((at_.split * p_.B + b_) * p_.Hk + hk_) * p_.Sk + first) * cols;
       for (int64_t i = 0; i < keys * cols; ++i) part[i] = sum[i] * scale;
       return;
     }
     with_storage<T>(p_.dtype, [&](auto* s) {
       using S = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
-      S* to = static_cast<S*>(out.data) + b_ * out.stride[0] + hk_ * out.stride[1] + first_key_ * out.stride[2];
+      S* to = static_cast<S*>(out.data) + b_ * out.stride[0] + hk_ * out.stride[1] + first * out.stride[2];
       const Ahead rows{to, out.stride[2] * int64_t(sizeof(S)), cols * int64_t(sizeof(S)), int(keys), true};
       for (int64_t j = 0; j < keys; ++j, to += out.stride[2], sum += cols) {
         if (j + kWriteAhead < keys) rows.fetch(int(j + kWriteAhead));
@@ -301,77 +298,89 @@ class BackwardWorker {
     });
   }
 
-  const AttentionBackward& p_;
-  const BackwardPlan& plan_;
-  const BackwardParts<T>& parts_;
-  BackwardScratch<Unit> s_;
+  Scratch s_;
   const bool plain_;
   Strips<Unit> strips_;
   ProductState<Unit> products_;
   Tensor4 dbias_;
-  int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0;
+  BlockTurn turn_;
+  int64_t pass_key_ = 0;  // the first key of the pass
 };
 
-// Calls f.operator()<Worker, its scratch>().
+// Calls f.operator()<Worker, Head>().
 template <class Unit, int Degree, class F>
 void with_worker([[maybe_unused]] const AttentionBackward& p, F f) {
 #ifdef MHA_HAS_AMX
   if constexpr (kPairs<Unit>) {
     constexpr int N = kPlanes<Unit>;
     if (plain_scores(p) && p.D > 0 && p.Dv > 0)
-      return f.template operator()<AmxBackwardWorker<N>, AmxBackwardScratch<N>>();
+      return f.template operator()<AmxBackwardWorker<N>, AmxBackwardHead<N>>();
   }
 #endif
-  f.template operator()<BackwardWorker<Unit, Degree>, BackwardScratch<Unit>>();
+  f.template operator()<BackwardWorker<Unit, Degree>, BackwardHead<Unit>>();
 }
 
 template <class Unit, int Degree>
 std::size_t backward_workspace(const AttentionBackward& p, int threads) {
-  using T = typename Product<Unit>::Acc;
-  const BackwardPlan plan(p);
-  Arena shared(nullptr), own(nullptr);
-  BackwardParts<T>(shared, p, plan);
-  with_worker<Unit, Degree>(p, [&]<class, class Scratch>() { Scratch(own, p, plan); });
-  return shared.used() + std::size_t(threads) * own.used();
+  const BackwardPlan plan(p, threads);
+  std::size_t bytes = 0;
+  with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
+    Arena all(nullptr);
+    const BackwardShared<Head> shared(all, p, plan);
+    bytes = all.used() + std::size_t(threads) * Worker::bytes(p, plan, shared);
+  });
+  return bytes;
+}
+
+// All tasks.
+template <class Worker, class Head>
+void run_tasks(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<Head>& shared,
+               const Threads& threads, char* scratch) {
+  const std::size_t own = Worker::bytes(p, plan, shared);
+  shared.turns.begin(plan);
+  auto run_unit = [&](int64_t n, int thread) {
+    try {
+      Worker(p, plan, shared, Arena(scratch + std::size_t(thread) * own)).run(plan.unit(n));
+    } catch (const Stopped&) {  // the task that threw tells why
+    } catch (...) {
+      if (plan.by_turns) shared.turns.stopped->store(true, std::memory_order_relaxed);
+      throw;
+    }
+  };
+  for_each_task(threads, plan.units(), run_unit, plan.share());
 }
 
 template <class Unit, int Degree>
 void run_backward(const AttentionBackward& p, const Threads& threads, void* workspace) {
-  using T = typename Product<Unit>::Acc;
-  const BackwardPlan plan(p);
-  Arena shared(workspace), own(nullptr);
-  const BackwardParts<T> parts(shared, p, plan);
-  with_worker<Unit, Degree>(p, [&]<class, class Scratch>() { Scratch(own, p, plan); });
-  char* scratch = static_cast<char*>(workspace) + shared.used();
-  // Calls f(part of dbias, first element, elements).
-  auto for_each_bias_part = [&](auto f) {
-    constexpr int64_t kRun = 4096;
-    const int64_t size = plan.bias_elements;
-    if (plan.parts == 1) return;
-    for_each_task(threads, ceil_div(size, kRun), [&](int64_t task, int) {
-      const int64_t first = task * kRun;
-      for (int64_t n = 1; n < plan.parts; ++n)
-        f(parts.dbias + (n - 1) * size + first, first, min64(kRun, size - first));
+  with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
+    using T = typename Head::T;
+    const BackwardPlan plan(p, threads.count);
+    Arena all(workspace);
+    const BackwardShared<Head> shared(all, p, plan);
+    // Calls f(part of dbias, first element, elements).
+    auto for_each_bias_part = [&](auto f) {
+      constexpr int64_t kRun = 4096;
+      const int64_t size = plan.bias_elements;
+      if (plan.parts == 1) return;
+      for_each_task(threads, ceil_div(size, kRun), [&](int64_t task, int) {
+        const int64_t first = task * kRun;
+        for (int64_t n = 1; n < plan.parts; ++n)
+          f(shared.dbias + (n - 1) * size + first, first, min64(kRun, size - first));
+      });
+    };
+    for_each_bias_part([](T* part, int64_t, int64_t n) { std::fill_n(part, n, T(0)); });
+    run_tasks<Worker>(p, plan, shared, threads, static_cast<char*>(workspace) + all.used());
+    if (plan.copies() > 1) sum_parts(threads, p.dq, p.dtype, p.B, p.H, p.Sq, p.D, shared.dq, plan.copies());
+    if (plan.partial_keys() > 1) {
+      sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, shared.dk, plan.splits);
+      sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, shared.dv, plan.splits);
+    }
+    for_each_bias_part([&](const T* part, int64_t first, int64_t n) {
+      T* sum = static_cast<T*>(p.dbias.data) - plan.bias_origin + first;
+      for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
     });
-  };
-  for_each_bias_part([](T* part, int64_t, int64_t n) { std::fill_n(part, n, T(0)); });
-  auto run_unit = [&](int64_t n, int thread) {
-    with_worker<Unit, Degree>(p, [&]<class Worker, class>() {
-      Worker(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(plan.unit(n));
-    });
-  };
-  // Under a causal mask the first keys are seen by the most queries.
-  for_each_task(threads, plan.units(), run_unit, plan.chunks > 1 ? Share::dealt : Share::runs);
-  if (plan.chunks > 1) sum_parts(threads, p.dq, p.dtype, p.B, p.H, p.Sq, p.D, parts.dq, plan.chunks);
-  if (plan.splits > 1) {
-    sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, parts.dk, plan.splits);
-    sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, parts.dv, plan.splits);
-  }
-  for_each_bias_part([&](const T* part, int64_t first, int64_t n) {
-    T* sum = static_cast<T*>(p.dbias.data) - plan.bias_origin + first;
-    for (int64_t i = 0; i < n; ++i) sum[i] += part[i];
+    if (p.dsinks) add_sink_gradients<T>(p, threads);
   });
-  if (p.dsinks) add_sink_gradients<T>(p, threads);
 }
 
 // Calls f.operator()<Unit, Degree>(), as forward does.

@@ -7,6 +7,8 @@
 //   for each run of 32 keys of a span: S and dP, P and dS for all queries of a span; dK and dV of these keys
 //   then dQ of these queries
 //
+// Where tasks go by turns (BackwardPlan), a pass over some keys is a span of its own.
+//
 // All operands are packed once per head as whole tiles (amx_operands.h). Rows of K, Q and dO that hold NaN or Inf are 0
 // there, and what they add is added pair by pair, to those who see them.
 #pragma once
@@ -25,55 +27,56 @@ struct SeeingRun {
 };
 
 template <int N>
-class AmxBackwardWorker {
+class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
+  using Place = BackwardPlace<AmxBackwardHead<N>>;
+  using Place::p_, Place::plan_, Place::shared_, Place::at_, Place::head_, Place::b_, Place::hk_, Place::first_key_,
+      Place::last_key_;
+
  public:
-  AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardParts<float>& parts,
-                    Arena arena)
-      : p_(p), plan_(plan), parts_(parts), s_(arena, p, plan) {
-    s_.s_steps.template set<N>(s_.d, s_.k_rows, s_.q_lanes, true);
-    s_.dp_steps.template set<N>(s_.dv_runs, s_.v_rows, s_.dout_lanes, false);
+  using Scratch = AmxBackwardScratch<N>;
+
+  AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan,
+                    const BackwardShared<AmxBackwardHead<N>>& shared, Arena arena)
+      : Place(p, plan, shared, arena), s_(arena, p, plan) {
+    s_.s_steps.template set<N>(s_.d, s_.k_rows, head_.q_lanes, true);
+    s_.dp_steps.template set<N>(s_.dv_runs, s_.v_rows, head_.dout_lanes, false);
+  }
+
+  static std::size_t bytes(const AttentionBackward& p, const BackwardPlan& plan,
+                           const BackwardShared<AmxBackwardHead<N>>& shared) {
+    Arena own(nullptr);
+    Place::take_own(own, p, plan, shared);
+    Scratch(own, p, plan);
+    return own.used();
   }
 
   void run(const BackwardUnit& unit) {
-    for (int64_t n = unit.first_shared; n < unit.last_shared; ++n) {
-      int64_t at[3];
-      plan_.place(unit.owned, n, at);
-      b_ = at[0], hk_ = at[1] / plan_.splits, split_ = at[1] % plan_.splits, chunk_ = at[2];
-      run_task();
-    }
+    this->for_each_task_of(unit, [&] {
+      std::fill_n(s_.keys_held, s_.held_runs / kKeyRuns, uint8_t(0));
+      for (int64_t h = at_.first_head; h < at_.last_head; ++h) run_head(h);
+    });
   }
 
  private:
-  void run_task() {
-    first_key_ = min64(p_.Sk, chunk_ * plan_.chunk_keys);
-    last_key_ = min64(p_.Sk, first_key_ + plan_.chunk_keys);
-    std::fill_n(s_.keys_begun, s_.key_runs, uint8_t(0));
-    std::fill_n(s_.keys_held, s_.held_runs / kKeyRuns, uint8_t(0));
-    const int64_t first_head = hk_ * plan_.group;
-    const int64_t end = first_head + min64(plan_.group, (split_ + 1) * plan_.heads);
-    for (int64_t h = first_head + split_ * plan_.heads; h < end; ++h) run_head(h);
-    finish_keys(p_.dk, parts_.dk, s_.dk, p_.D, float(p_.scale));
-    finish_keys(p_.dv, parts_.dv, s_.dv, p_.Dv, 1.0f);
-  }
-
   void run_head(int64_t h) {
-    for (int64_t n = 0; n < s_.blocks; ++n) load_queries(h, n);
-    std::fill_n(s_.dq_begun, s_.query_runs, uint8_t(0));
-    for (int64_t first = first_key_; first < last_key_; first += kSpanKeys) {
-      span_key_ = first;
-      held_ = plan_.heads > 1 ? (first - first_key_) / kRun : 0;
+    span_key_ = first_key_;
+    do {
+      const int64_t keys = min64(kSpanKeys, last_key_ - span_key_);
+      held_ = plan_.heads > 1 ? (span_key_ - first_key_) / kRun : 0;
       if (plan_.heads <= 1) s_.keys_held[0] = 0;
-      for (int64_t n = 0; n < s_.blocks; n += kSpanBlocks) run_span(n);
-    }
-    for (int64_t run = 0; run < s_.query_runs; ++run) finish_queries(h, run);
+      std::fill_n(keys_begun_, kKeyRuns, uint8_t(0));
+      for (int64_t n = ceil_div(head_.blocks, kSpanBlocks); n-- > 0;) run_span(h, n * kSpanBlocks, keys);
+      finish_keys(h, keys);
+    } while ((span_key_ += kSpanKeys) < last_key_);
   }
 
   void load_queries(int64_t h, int64_t n) {
     const int64_t first = n * kMaxRows;
     const int rows = int(min64(kMaxRows, p_.Sq - first));
-    QueryBlock<float>& block = s_.block[n];
+    QueryBlock<float>& block = head_.block[n];
     set_rows(&block.rows, p_.mask, b_, h, first, rows, p_.Sq, p_.Sk);
-    if (block.rows.any_begin >= last_key_ || block.rows.any_end <= first_key_) return;
+    head_.begun(2 * n) = head_.begun(2 * n + 1) = 0;
+    if (!this->sees_keys(block.rows)) return;
     for (int half = 0; half < 2; ++half) {
       const int64_t run = 2 * n + half;
       const int count = std::clamp(rows - half * kRun, 0, kRun);
@@ -81,15 +84,15 @@ class AmxBackwardWorker {
         const void* src = element(first_row(x, p_.dtype, block.rows), p_.dtype, half * kRun * x.stride[2]);
         PackedRun to;
         to.lanes = lanes.from(run * runs(cols) * 2);
-        to.features = {features.tiles + run * 2, s_.query_runs * 2, features.plane};
+        to.features = {features.tiles + run * 2, head_.query_runs * 2, features.plane};
         return pack_run<N>(to, src, x.stride[2], count, int(cols)).not_finite;
       };
-      s_.q_left_out[run] = pack(p_.q, s_.q_lanes, s_.q_features, p_.D);
-      s_.dout_left_out[run] = pack(p_.dout, s_.dout_lanes, s_.dout_features, p_.Dv);
+      head_.q_left_out[run] = pack(p_.q, head_.q_lanes, head_.q_features, p_.D);
+      head_.dout_left_out[run] = pack(p_.dout, head_.dout_lanes, head_.dout_features, p_.Dv);
     }
     row_dots(p_, block.rows, block.delta);
     load_statistics(block, p_, b_ * p_.rows_stride_b + h * p_.rows_stride_h + first);
-    for (int r = 0; r < kMaxRows; ++r) s_.minus_delta[first + r] = -block.delta[r];
+    for (int r = 0; r < kMaxRows; ++r) head_.minus_delta[first + r] = -block.delta[r];
   }
 
   void load_keys() {
@@ -111,18 +114,31 @@ class AmxBackwardWorker {
     return element(x.data, p_.dtype, b_ * x.stride[0] + hk_ * x.stride[1] + key * x.stride[2]);
   }
 
-  // The keys from span_key_ on against the blocks of queries from `block` on.
-  void run_span(int64_t block) {
-    const int blocks = int(min64(kSpanBlocks, s_.blocks - block));
+  // The keys from span_key_ on against the head's blocks of queries from `block` on.
+  void run_span(int64_t h, int64_t block, int64_t span_keys) {
+    const int blocks = int(min64(kSpanBlocks, head_.blocks - block));
+    for (int n = blocks; n-- > 0;) {
+      BlockTurn& turn = turns_[n];
+      reached_[n] = this->reach(block + n, span_key_, span_keys, &turn);
+      if (!reached_[n]) continue;
+      if (turn.first) {
+        turn.wait_until_free();
+        load_queries(h, block + n);
+        turn.packed();
+      } else {
+        turn.wait_until_packed();
+      }
+    }
     first_run_ = 2 * block;
     std::memset(seen_, 0, sizeof(seen_));
-    bool any = false;
-    for (int64_t key = span_key_; key < min64(last_key_, span_key_ + kSpanKeys); key += kMaxKeys) {
-      const int keys = int(min64(kMaxKeys, last_key_ - key));
+    for (int64_t key = span_key_; key < span_key_ + span_keys; key += kMaxKeys) {
+      const int keys = int(min64(kMaxKeys, span_key_ + span_keys - key));
       TileKind kind[kSpanBlocks];
       bool some = false;
       for (int n = 0; n < blocks; ++n) {
-        const RowBlock& rows = s_.block[block + n].rows;
+        kind[n] = TileKind::none;
+        if (!reached_[n]) continue;
+        const RowBlock& rows = head_.block[block + n].rows;
         kind[n] = classify(s_.masks + n, p_.mask, rows, key, keys);
         if (kind[n] == TileKind::all && keys < kMaxKeys) {
           s_.masks[n].show_all(rows.rows, keys);
@@ -131,12 +147,19 @@ class AmxBackwardWorker {
         some |= kind[n] != TileKind::none;
       }
       if (!some) continue;
-      any = true;
       if (!s_.keys_held[held_ / kKeyRuns]) load_keys();
       for (int half = 0; half < 2 && half * kRun < keys; ++half)
         run_keys(int((key - span_key_) / kRun) + half, kind, blocks, half * kRun);
     }
-    if (any) add_dq(2 * blocks);
+    for (int n = blocks; n-- > 0;) {
+      if (!reached_[n]) continue;
+      turns_[n].wait_for_dq();
+      for (int run = 2 * n; run < 2 * n + 2; ++run) {
+        add_dq(run);
+        if (turns_[n].last) finish_queries(h, first_run_ + run);
+      }
+      turns_[n].done();
+    }
   }
 
   // One run of the span's keys, from first_key of its tile on.
@@ -159,11 +182,10 @@ class AmxBackwardWorker {
     for (int q = first; q < last; ++q) {
       if (!seen_[run][q]) clear(s_.p, q), clear(s_.ds, q);
     }
-    const int64_t key_run = (span_key_ - first_key_) / kRun + run;
-    for (int n = 0; n < count; ++n) add_left_out(run, key_run, seeing[n]);
-    add_rows(s_.dv + key_run * s_.dv_runs * 4, s_.p, s_.dout_features, s_.dv_runs, first, last, key_run);
-    add_rows(s_.dk + key_run * s_.d * 4, s_.ds, s_.q_features, s_.d, first, last, key_run);
-    s_.keys_begun[key_run] = 1;
+    for (int n = 0; n < count; ++n) add_left_out(run, seeing[n]);
+    add_rows(s_.dv + run * s_.dv_runs * 4, s_.p, head_.dout_features, s_.dv_runs, first, last, run);
+    add_rows(s_.dk + run * s_.d * 4, s_.ds, head_.q_features, s_.d, first, last, run);
+    keys_begun_[run] = 1;
   }
 
   static TileKind part_kind(const RunMask& m) {
@@ -188,9 +210,9 @@ class AmxBackwardWorker {
             &s_.dp_steps,
             s_.k_rows.tiles + (held_ + run) * s_.d * 2,
             s_.v_rows.tiles + (held_ + run) * s_.dv_runs * 2,
-            s_.q_lanes.tiles + q * s_.d * 2,
-            s_.dout_lanes.tiles + q * s_.dv_runs * 2,
-            s_.minus_delta + q * kRun,
+            head_.q_lanes.tiles + q * s_.d * 2,
+            head_.dout_lanes.tiles + q * s_.dv_runs * 2,
+            head_.minus_delta + q * kRun,
             s_.s + 4 * buffer,
             s_.dp + 4 * buffer};
   }
@@ -200,13 +222,13 @@ class AmxBackwardWorker {
     const int64_t q = first_run_ + at.run;
     SumTile *s = s_.s + 4 * buffer, *dp = s_.dp + 4 * buffer;
     if constexpr (N > 1) {
-      const uint32_t *q_left = s_.q_left_out + q, *dout_left = s_.dout_left_out + q;
+      const uint32_t *q_left = head_.q_left_out + q, *dout_left = head_.dout_left_out + q;
       if (s_.k_left_out[held_ + run] | *q_left)
         repair(s, run, q, p_.k, p_.q, p_.D, nullptr, s_.k_left_out[held_ + run], *q_left);
       if (s_.v_left_out[held_ + run] | *dout_left)
-        repair(dp, run, q, p_.v, p_.dout, p_.Dv, s_.minus_delta + q * kRun, s_.v_left_out[held_ + run], *dout_left);
+        repair(dp, run, q, p_.v, p_.dout, p_.Dv, head_.minus_delta + q * kRun, s_.v_left_out[held_ + run], *dout_left);
     }
-    const RowStatistics rows(s_.block[q / 2], int(q % 2) * kRun);
+    const RowStatistics rows(head_.block[q / 2], int(q % 2) * kRun);
     const VecF scale2 = set1(float(p_.scale * kLog2e));
     const WeightTiles<N> to{s_.p.tiles + 2 * at.run, s_.ds.tiles + 2 * at.run,
                             s_.ds_lanes.tiles + 2 * (at.run * kKeyRuns + run), s_.p.plane, s_.ds_lanes.plane};
@@ -227,31 +249,29 @@ class AmxBackwardWorker {
 
   // sum[key][column] += weight[key][query] * row[query][column] for the queries of the runs first .. last of the span.
   void add_rows(SumTile* sum, const TilePairs& weight, const TilePairs& rows, int64_t cols, int first, int last,
-                int64_t key_run) {
+                int key_run) {
     for (int64_t c = 0; c < cols; ++c)
-      multiply<N>({sum + 4 * c, !s_.keys_begun[key_run], weight.from(2 * first),
-                   rows.from((c * s_.query_runs + first_run_ + first) * 2), last - first});
+      multiply<N>({sum + 4 * c, !keys_begun_[key_run], weight.from(2 * first),
+                   rows.from((c * head_.query_runs + first_run_ + first) * 2), last - first});
   }
 
-  // dQ^T += K^T dS^T over the span's keys.
-  void add_dq(int query_runs) {
-    for (int q = 0; q < query_runs; ++q) {
-      int first = kKeyRuns, last = 0;
-      for (int run = 0; run < kKeyRuns; ++run) {
-        if (seen_[run][q]) first = std::min(first, run), last = run + 1;
-      }
-      if (last == 0) continue;
-      for (int run = first; run < last; ++run) {
-        if (!seen_[run][q]) clear(s_.ds_lanes, q * kKeyRuns + run);
-      }
-      uint8_t& begun = s_.dq_begun[first_run_ + q];
-      for (int64_t m = 0; m < s_.d; ++m) {
-        multiply<N>({s_.dq + ((first_run_ + q) * s_.d + m) * 4, !begun,
-                     s_.k_down.from((m * s_.held_runs + held_ + first) * 2),
-                     s_.ds_lanes.from((q * kKeyRuns + first) * 2), last - first});
-      }
-      begun = 1;
+  // dQ^T += K^T dS^T over the span's keys, for a run of its queries.
+  void add_dq(int q) {
+    int first = kKeyRuns, last = 0;
+    for (int run = 0; run < kKeyRuns; ++run) {
+      if (seen_[run][q]) first = std::min(first, run), last = run + 1;
     }
+    if (last == 0) return;
+    for (int run = first; run < last; ++run) {
+      if (!seen_[run][q]) clear(s_.ds_lanes, q * kKeyRuns + run);
+    }
+    uint8_t& begun = head_.begun(first_run_ + q);
+    for (int64_t m = 0; m < s_.d; ++m) {
+      multiply<N, true>({head_.dq + ((first_run_ + q) * s_.d + m) * 4, !begun,
+                         s_.k_down.from((m * s_.held_runs + held_ + first) * 2),
+                         s_.ds_lanes.from((q * kKeyRuns + first) * 2), last - first});
+    }
+    begun = 1;
   }
 
   // Products of planes, of rows that are not finite: once more, one by one.
@@ -259,7 +279,7 @@ class AmxBackwardWorker {
               const float* add, uint32_t keys_left, uint32_t queries_left) {
     const int64_t first = span_key_ + run * kRun;
     const void* key = key_row(keys, first);
-    const RowBlock& rows = s_.block[query_run / 2].rows;
+    const RowBlock& rows = head_.block[query_run / 2].rows;
     const int skipped = int(query_run % 2) * kRun, count = std::clamp(rows.rows - skipped, 0, kRun);
     const int key_count = int(min64(kRun, last_key_ - first));
     const void* query = element(first_row(queries, p_.dtype, rows), p_.dtype, skipped * queries.stride[2]);
@@ -275,15 +295,17 @@ class AmxBackwardWorker {
   }
 
   // What rows that are not finite add, to those who see them.
-  void add_left_out(int run, int64_t key_run, const SeeingRun& at) {
+  void add_left_out(int run, const SeeingRun& at) {
     const int64_t q = first_run_ + at.run;
-    const uint32_t k_left = s_.k_left_out[held_ + run], q_left = s_.q_left_out[q], dout_left = s_.dout_left_out[q];
+    const uint32_t k_left = s_.k_left_out[held_ + run], q_left = head_.q_left_out[q],
+                   dout_left = head_.dout_left_out[q];
     if (!(k_left | q_left | dout_left)) return;
-    begin(s_.dq + q * s_.d * 4, s_.d, s_.dq_begun[q]);
-    begin(s_.dk + key_run * s_.d * 4, s_.d, s_.keys_begun[key_run]);
-    if (!s_.keys_begun[key_run]) begin(s_.dv + key_run * s_.dv_runs * 4, s_.dv_runs, s_.keys_begun[key_run]);
-    s_.dq_begun[q] = s_.keys_begun[key_run] = 1;
-    const RowBlock& rows = s_.block[q / 2].rows;
+    turns_[at.run / 2].wait_for_dq();
+    begin(head_.dq + q * s_.d * 4, s_.d, head_.begun(q));
+    begin(s_.dk + run * s_.d * 4, s_.d, keys_begun_[run]);
+    if (!keys_begun_[run]) begin(s_.dv + run * s_.dv_runs * 4, s_.dv_runs, keys_begun_[run]);
+    head_.begun(q) = keys_begun_[run] = 1;
+    const RowBlock& rows = head_.block[q / 2].rows;
     const int first_row_of = int(q % 2) * kRun;
     auto widened = [&](const HalfTile* tile, int64_t plane, int j, int r) {
       float sum = 0;
@@ -303,17 +325,17 @@ class AmxBackwardWorker {
           const void* key = key_row(p_.k, span_key_ + run * kRun + j);
           const int q_half = r / 4 % 2, column = r / 8 * 4 + r % 4;
           add_row(key, p_.D, ds, [&](int64_t c) {
-            return &s_.dq[(q * s_.d + c / kRun) * 4 + c % kRun / 16 * 2 + q_half].x[c % 16][column];
+            return &head_.dq[(q * s_.d + c / kRun) * 4 + c % kRun / 16 * 2 + q_half].x[c % 16][column];
           });
         }
         if (q_left >> r & 1) {
           add_row(row_of(p_.q), p_.D, ds, [&](int64_t c) {
-            return &s_.dk[(key_run * s_.d + c / kRun) * 4 + half * 2 + c % kRun / 16].x[at_key][c % 16];
+            return &s_.dk[(run * s_.d + c / kRun) * 4 + half * 2 + c % kRun / 16].x[at_key][c % 16];
           });
         }
         if (dout_left >> r & 1) {
           add_row(row_of(p_.dout), p_.Dv, p, [&](int64_t c) {
-            return &s_.dv[(key_run * s_.dv_runs + c / kRun) * 4 + half * 2 + c % kRun / 16].x[at_key][c % 16];
+            return &s_.dv[(run * s_.dv_runs + c / kRun) * 4 + half * 2 + c % kRun / 16].x[at_key][c % 16];
           });
         }
       }
@@ -343,10 +365,9 @@ class AmxBackwardWorker {
     }
   }
 
-  // Calls f(to, stride): where rows `first` on of a gradient go, as its type or, with parts, as floats.
+  // Calls f(to, stride): where rows `first` on of a gradient go.
   template <class F>
-  void with_rows(const Tensor4& out, bool whole, int64_t head, int64_t first, float* part, int64_t cols, F f) {
-    if (!whole) return f(part + first * cols, cols);
+  void with_rows(const Tensor4& out, int64_t head, int64_t first, F f) {
     with_storage<float>(p_.dtype, [&](auto* s) {
       using S = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
       f(static_cast<S*>(out.data) + b_ * out.stride[0] + head * out.stride[1] + first * out.stride[2], out.stride[2]);
@@ -357,11 +378,10 @@ class AmxBackwardWorker {
     const int64_t first = run * kRun, D = p_.D;
     const int rows = int(std::clamp<int64_t>(p_.Sq - first, 0, kRun));
     if (rows == 0) return;
-    SumTile* sums = s_.dq + run * s_.d * 4;
-    begin(sums, s_.d, s_.dq_begun[run]);
+    SumTile* sums = head_.dq + run * s_.d * 4;
+    begin(sums, s_.d, head_.begun(run));
     const VecF scale = set1(float(p_.scale));
-    float* part = parts_.dq + ((chunk_ * p_.B + b_) * p_.H + h) * p_.Sq * D;
-    with_rows(p_.dq, plan_.chunks == 1, h, first, part, D, [&](auto* to, int64_t stride) {
+    with_rows(p_.dq, h, first, [&](auto* to, int64_t stride) {
       for (int64_t m = 0; m < s_.d; ++m) {
         for (int half = 0; half < 2; ++half) {
           VecF low[16], high[16];
@@ -380,32 +400,49 @@ class AmxBackwardWorker {
     });
   }
 
-  void finish_keys(const Tensor4& out, float* parts, SumTile* sums, int64_t cols, float scale) {
+  // dK and dV of the span's keys, of this head or, with it, of all its group.
+  void finish_keys(int64_t h, int64_t keys) {
+    for (int64_t run = 0; run * kRun < keys; ++run) {
+      begin(s_.dk + run * s_.d * 4, s_.d, keys_begun_[run]);
+      begin(s_.dv + run * s_.dv_runs * 4, s_.dv_runs, keys_begun_[run]);
+    }
+    this->add_head(h, span_key_, [&](bool is_first, bool is_last, float* dk, float* dv) {
+      put_keys(p_.dk, s_.dk, dk, is_first, is_last, keys, p_.D, float(p_.scale));
+      put_keys(p_.dv, s_.dv, dv, is_first, is_last, keys, p_.Dv, 1.0f);
+    });
+  }
+
+  void put_keys(const Tensor4& out, const SumTile* sums, float* total, bool is_first, bool is_last, int64_t keys,
+                int64_t cols, float scale) {
     const VecF factor = set1(scale);
     const int64_t n = runs(cols);
-    float* part = parts + ((split_ * p_.B + b_) * p_.Hk + hk_) * p_.Sk * cols;
-    with_rows(out, plan_.splits == 1, hk_, first_key_, part, cols, [&](auto* to, int64_t stride) {
-      for (int64_t run = 0; first_key_ + run * kRun < last_key_; ++run) {
-        begin(sums + run * n * 4, n, s_.keys_begun[run]);
-        for (int64_t j = 0; j < kRun && first_key_ + run * kRun + j < last_key_; ++j, to += stride) {
-          for (int64_t m = 0; m < n; ++m) {
-            const SumTile* pair = sums + (run * n + m) * 4 + j / 16 * 2;
-            put_row(to + m * kRun, load(pair[0].x[j % 16]) * factor, load(pair[1].x[j % 16]) * factor,
-                    int(min64(kRun, cols - m * kRun)));
+    with_rows(out, hk_, span_key_, [&](auto* to, int64_t stride) {
+      for (int64_t j = 0; j < keys; ++j, to += stride, total += cols) {
+        for (int64_t m = 0; m < n; ++m) {
+          const SumTile* pair = sums + (j / kRun * n + m) * 4 + j % kRun / 16 * 2;
+          const int width = int(min64(kRun, cols - m * kRun));
+          VecF low = load(pair[0].x[j % 16]), high = load(pair[1].x[j % 16]);
+          if (!is_first) {
+            low = load_n(total + m * kRun, std::min(width, 16)) + low;
+            if (width > 16) high = load_n(total + m * kRun + 16, width - 16) + high;
           }
+          if (is_last)
+            put_row(to + m * kRun, low * factor, high * factor, width);
+          else
+            put_row(total + m * kRun, low, high, width);
         }
       }
     });
   }
 
-  const AttentionBackward& p_;
-  const BackwardPlan& plan_;
-  const BackwardParts<float>& parts_;
-  AmxBackwardScratch<N> s_;
+  Scratch s_;
   ProductState<Pairs<N>> tiles_;
+  BlockTurn turns_[kSpanBlocks];
+  bool reached_[kSpanBlocks];
+  uint8_t keys_begun_[kKeyRuns];   // whether sums of a run of the span's keys hold anything yet
   bool seen_[kKeyRuns][kRowRuns];  // by runs of keys and of queries
   int64_t held_ = 0;               // the span's first among the runs of keys that are packed
-  int64_t b_ = 0, hk_ = 0, split_ = 0, chunk_ = 0, first_key_ = 0, last_key_ = 0, span_key_ = 0, first_run_ = 0;
+  int64_t span_key_ = 0, first_run_ = 0;
 };
 
 MHA_ISA_END

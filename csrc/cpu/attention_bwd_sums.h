@@ -7,20 +7,6 @@
 
 MHA_ISA_BEGIN
 
-// Sums of which a task writes one part, [part][output contiguous]. Empty where tasks write the outputs themselves.
-template <class T>
-struct BackwardParts {
-  T *dq, *dk, *dv;  // parts: chunks, splits, splits
-  T* dbias;         // parts - 1: the first part is dbias itself
-
-  BackwardParts(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan) {
-    dq = arena.take<T>(plan.chunks > 1 ? plan.chunks * p.B * p.H * p.Sq * p.D : 0);
-    dk = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.D : 0);
-    dv = arena.take<T>(plan.splits > 1 ? plan.splits * p.B * p.Hk * p.Sk * p.Dv : 0);
-    dbias = arena.take<T>((plan.parts - 1) * plan.bias_elements);
-  }
-};
-
 // out = the sum of the parts, each [B,H,S,cols] contiguous, rounded
 template <class T>
 void sum_parts(const Threads& threads, const Tensor4& out, DType type, int64_t B, int64_t H, int64_t S, int64_t cols,

@@ -87,7 +87,6 @@ template <class Unit, int Degree>
 inline void run_forward(const AttentionForward& p, const Threads& threads, void* workspace) {
   const ForwardSpace<Unit> space(p);
   const ForwardPlan& plan = space.plan;
-  const ForwardScratch<Unit>& sizes = space.scratch;
 #ifdef MHA_HAS_AMX
   if constexpr (kPairs<Unit>) {
     if (on_tiles(p, plan)) return run_on_tiles<kPlanes<Unit>>(p, plan, threads, workspace);
@@ -97,36 +96,20 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
   for (int thread = 0; thread < threads.count; ++thread) {
     ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
   }
-  if constexpr (!kPairs<Unit>) {
-    int64_t size = sizes.grouped ? sizes.group : 0;  // none: there may be no blocks at all
-    auto groups = [&] { return (plan.blocks_per_list + size - 1) / size; };
-    while (size > 1 && plan.lists * groups() < (size > 4 ? 16 : 8) * threads.count) size /= 2;
-    if (size > 1) {
-      size = (plan.blocks_per_list + groups() - 1) / groups();
-      const int64_t per_list = groups();
-      auto first_block = [&](int64_t n) { return n / per_list * plan.blocks_per_list + n % per_list * size; };
-      auto visit_group = [&](int64_t n, int thread) {
-        const int64_t last = min64(first_block(n) + size, (n / per_list + 1) * plan.blocks_per_list);
-        run_group<Unit, Degree>(space, workspace, thread, first_block(n), int(last - first_block(n)));
-      };
-      for_each_task(threads, plan.lists * per_list, visit_group,
-                    plan.lists < threads.count ? Share::dealt : Share::runs);
-      return;
-    }
-  }
-  // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
-  // Where there are fewer than threads, these share lists, whose blocks a causal mask makes unequal.
-  const int64_t run = sizes.whole_head && plan.lists >= 16 * threads.count ? plan.blocks_per_list : 1;
-  const Share share = plan.lists < threads.count ? Share::dealt : Share::runs;
+  const ForwardTasks tasks(plan, space.scratch, threads.count);
   auto visit_blocks = [&](int64_t task, int thread) {
+    const int64_t first = tasks.first(task), last = tasks.last(task);
+    if constexpr (!kPairs<Unit>) {
+      if (tasks.grouped) return run_group<Unit, Degree>(space, workspace, thread, first, int(last - first));
+    }
     ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
-    for (int64_t n = task * run; n < (task + 1) * run; ++n) {
+    for (int64_t n = first; n < last; ++n) {
       block.set_block(plan.place(n), 0, p.Sk);
       if (plan.heads_per_list == 1) block.look_ahead(plan.place(std::min(n + 1, plan.tasks - 1)));
       block.finish(block.visit_keys(0, p.Sk));
     }
   };
-  for_each_task(threads, plan.tasks / run, visit_blocks, share);
+  for_each_task(threads, tasks.count, visit_blocks, tasks.share);
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter

@@ -136,6 +136,32 @@ struct ForwardScratch {
   }
 };
 
+// The tasks of blocks that are not cut into parts: each has `size` of a list's blocks, or what is left of them.
+struct ForwardTasks {
+  int64_t blocks, size, per_list, count;
+  bool grouped = false;  // the blocks of a task visit each tile of keys together
+  Share share;
+
+  template <class Unit>
+  ForwardTasks(const ForwardPlan& plan, const ForwardScratch<Unit>& scratch, int threads)
+      : blocks(plan.blocks_per_list), size(!kPairs<Unit> && scratch.grouped ? scratch.group : 0) {
+    auto tasks_of_list = [&] { return (blocks + size - 1) / size; };
+    while (size > 1 && plan.lists * tasks_of_list() < (size > 4 ? 16 : 8) * threads) size /= 2;
+    grouped = size > 1;
+    // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
+    // Where there are fewer than threads, these share lists, whose blocks a causal mask makes unequal.
+    if (grouped)
+      size = (blocks + tasks_of_list() - 1) / tasks_of_list();
+    else
+      size = scratch.whole_head && plan.lists >= 16 * threads ? max64(1, blocks) : 1;
+    per_list = tasks_of_list();
+    count = plan.lists * per_list;
+    share = plan.lists < threads ? Share::dealt : Share::runs;
+  }
+  int64_t first(int64_t task) const { return task / per_list * blocks + task % per_list * size; }
+  int64_t last(int64_t task) const { return min64(first(task) + size, (task / per_list + 1) * blocks); }
+};
+
 // The workspace: scratch of the threads, then, where blocks are cut, a Partial of each part of each block.
 template <class Unit>
 struct ForwardSpace {

@@ -29,7 +29,7 @@ struct MixedBackwardPlan {
         dbias.data && ((dbias.stride[0] == 0 && p.B > 1) || ((dbias.stride[2] == 0 || p.bias_relative) && chunks > 1));
     runs = shared ? min64(tasks, kBackwardTasks) : tasks;
     bias_parts = shared && runs > 1;
-    const BackwardPlan bias(p);
+    const BackwardPlan bias(p, 1);
     bias_elements = bias.bias_elements, bias_origin = bias.bias_origin;
   }
 };

@@ -1,10 +1,7 @@
 // What attention_fwd and attention_bwd will do for a problem, as numbers for `explain`.
 #pragma once
 
-#include "attention_bwd.h"
-#include "attention_fwd.h"
-#include "attention_mixed_bwd.h"
-#include "attention_mixed_fwd.h"
+#include "attention_schedule.h"
 
 MHA_ISA_BEGIN
 
@@ -24,7 +21,10 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   if (p.dtype == DType::f16 && !few) plan.arithmetic = "tiles of two bf16 pieces, summed in float";
 #endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
-  plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = BackwardPlan(backward).units();
+  plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts,
+  plan.bwd_tasks = BackwardPlan(backward, threads).units();
+  plan.fwd_efficiency = forward_efficiency(forward, threads);
+  plan.bwd_efficiency = backward_efficiency(backward, threads);
   plan.fwd_workspace = attention_fwd_workspace(forward, threads);
   plan.bwd_workspace = attention_bwd_workspace(backward, threads);
   return plan;
@@ -43,6 +43,8 @@ inline AttentionPlan attention_mixed_plan(const AttentionProblem& p, int threads
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
   plan.block_rows = kMaxRows, plan.tile_keys = kMixKeys;
   plan.fwd_tasks = mixed_forward_tasks(p), plan.bwd_tasks = MixedBackwardPlan(backward).runs;
+  plan.fwd_efficiency = mixed_forward_efficiency(p, threads);
+  plan.bwd_efficiency = mixed_backward_efficiency(backward, threads);
   plan.fwd_workspace = attention_mixed_fwd_workspace(forward, threads);
   plan.bwd_workspace = attention_mixed_bwd_workspace(backward, threads);
   return plan;

@@ -24,6 +24,7 @@
 
 #include "../attention.h"
 #include "kernels.h"
+#include "schedule.h"
 
 // Between these, functions are compiled for the named features. GCC instantiates templates at the end of the file with
 // the options that it has there, so its region is not closed.

@@ -19,6 +19,7 @@ struct AttentionPlan {
   const char* arithmetic;                    // what the products are computed in
   int block_rows, tile_keys;                 // queries and keys that are worked on together
   int64_t fwd_tasks, bwd_tasks;              // what the threads share
+  double fwd_efficiency, bwd_efficiency;     // the share of the threads' time that they work; 0: not known
   std::size_t fwd_workspace, bwd_workspace;  // bytes
 };
 

@@ -5,45 +5,32 @@
 
 MHA_ISA_BEGIN
 
-// What a thread begins with: the t-th of equal runs, so that neighbours stay together; or tasks dealt out in turn,
-// which is fairer where few tasks get cheaper from first to last.
-enum class Share { runs, dealt };
-
-// Calls f(task, thread) once for each task in [0, tasks), in any order and on any thread. Each thread begins with tasks
-// of its own, the same for calls of one shape, so that it finds in its caches what it worked on before; who is done
-// helps the others.
+// Calls f(task, thread) once for each task in [0, tasks), on any thread; in which order, says schedule.h.
 template <class F>
 void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Share::runs) {
-  struct alignas(64) Run {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  constexpr int kMostRuns = 64;
   struct Shared {
     F& f;
     bool flush_denormals;
-    int runs, step;  // a run takes every step-th task
-    Run run[kMostRuns];
-  } shared{f, threads.flush_denormals, int(min64(min64(threads.count, tasks), kMostRuns)), 1, {}};
-  const bool dealt = share == Share::dealt;
-  if (dealt) shared.step = shared.runs;
-  for (int i = 0; i < shared.runs; ++i) {
-    shared.run[i].next.store(dealt ? i : tasks * i / shared.runs, std::memory_order_relaxed);
-    shared.run[i].end = dealt ? tasks : tasks * (i + 1) / shared.runs;
-  }
+    Deal deal;
+  } shared{f, threads.flush_denormals, Deal(threads.count, tasks, share)};
   auto body = [](void* context, int thread) {
     Shared& s = *static_cast<Shared*>(context);
     const FlushDenormals flush(s.flush_denormals);
-    for (int i = 0; i < s.runs; ++i) {
-      Run& run = s.run[(thread + i) % s.runs];
-      for (int64_t task; (task = run.next.fetch_add(s.step, std::memory_order_relaxed)) < run.end;) s.f(task, thread);
-    }
+    int at = 0;
+    for (int64_t task; (task = s.deal.take(thread, at)) >= 0;) s.f(task, thread);
   };
   const int count = int(min64(threads.count, tasks));
   if (count > 1)
     threads.run(count, body, &shared);
   else if (count == 1)
     body(&shared, 0);
+}
+
+// How long for_each_task would take, where finish(task, start) says when a task is done that starts then.
+template <class F>
+double simulate_tasks(int threads, int64_t tasks, Share share, F finish) {
+  auto call = [](void* context, int64_t task, double start) { return (*static_cast<F*>(context))(task, start); };
+  return simulate(threads, tasks, share, call, &finish);
 }
 
 // Uninitialised memory on a 64-byte boundary.

@@ -1,0 +1,48 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <queue>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace mha::cpu {
+
+void wait_longer(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
+  constexpr int kYields = 64;
+  std::chrono::microseconds sleep(20), longest(1000);
+  for (int tries = 0; turn.now.load(std::memory_order_acquire) < number; ++tries) {
+    if (stopped.load(std::memory_order_relaxed)) throw Stopped();
+    if (tries < kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(sleep);
+      sleep = std::min(2 * sleep, longest);
+    }
+  }
+}
+
+double simulate(int threads, int64_t tasks, Share share, double (*finish)(void* context, int64_t task, double start),
+                void* context) {
+  Deal deal(threads, tasks, share);
+  const int count = int(min64(threads, tasks));
+  std::vector<int> at(size_t(count), 0);
+  using Clock = std::pair<double, int>;  // of equal ones, the thread with the lowest number
+  std::priority_queue<Clock, std::vector<Clock>, std::greater<Clock>> clocks;
+  for (int thread = 0; thread < count; ++thread) clocks.push({0.0, thread});
+  double last = 0;
+  while (!clocks.empty()) {
+    const auto [now, thread] = clocks.top();
+    clocks.pop();
+    const int64_t task = deal.take(thread, at[size_t(thread)]);
+    if (task < 0) continue;
+    const double end = finish(context, task, now);
+    last = end > last ? end : last;
+    clocks.push({end, thread});
+  }
+  return last;
+}
+
+}  // namespace mha::cpu
