@@ -130,7 +130,7 @@ def test_packed_sequences():
         rest["sinks"].requires_grad_(), rest["bias"].requires_grad_()
         op = torch.ops.mha_ext.attention_mixed_fwd.default
         names = dict(zip("qkv", leaves))
-        out, lse, _, _ = _mixed.attention_mixed_fwd(*cases.op_arguments(op, **names, **rest))
+        out, lse, _, _ = _ops.attention_mixed_fwd(*cases.op_arguments(op, **names, **rest))
         leaves += [rest[name] for name in (*mixes, "sinks", "bias")]
         gradients = torch.autograd.grad(out, leaves, to_cuda(dout))
         return [t.detach().cpu() for t in (out, lse, *gradients)]
