@@ -178,3 +178,38 @@ def test_modules_make_pages(options, window):
     x = torch.randn(2, 40, 32)
     out = torch.cat([module(part, cache=cache) for part in x.split([13, 1, 26], 1)], 1)
     assert (out - module(x)).abs().max() < (1e-5 if "dtype" not in options else 0.02)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_exported_steps_write_to_pages(strict, fresh_compiler):
+    """Of the model's cache, which reserve() made room in; without, they are refused."""
+    model = Owner(cache=nn.PagedKVCache(2, 40, 2, 8, page_size=8, pages=20))
+    x = torch.randn(2, 12, 32)
+    model(x[:, :10])
+    program = torch.export.export(model, (x[:, 10:11],), strict=strict).module()
+    assert model.cache.lengths.tolist() == [10, 10]
+    model.cache.reorder(torch.tensor([1, 1]))
+    with pytest.raises(RuntimeError, match=r"without reserve\(1\) before"):
+        program(x[:, 10:11])
+    model.cache.reserve(2)
+    out = torch.cat([program(x[:, 10:11]), program(x[:, 11:])], 1)
+    assert model.cache.lengths.tolist() == [12, 12] and pages_used(model.cache) == 3
+    past = x[1:, :10].expand(2, -1, -1)
+    torch.testing.assert_close(out, model.layer(torch.cat([past, x[:, 10:]], 1))[:, 10:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_given_scales_go_with_their_sequences(kind):
+    scales = torch.tensor([[0.01, 0.02], [0.04, 0.08], [0.16, 0.32]])
+    options = KINDS[kind] | {"value_dim": DV, "dtype": torch.int8, "k_scale": scales, "v_scale": 2 * scales}
+    cache = (nn.PagedKVCache if kind == "paged" else nn.KVCache)(B, 80, HK, D, **options)
+    order = torch.tensor([2, 2, 0, 1])
+    cache.reorder(order)
+    k, v = torch.ones(4, HK, 1, D), torch.ones(4, HK, 1, DV)
+    cache.append(k, v)
+    for stored, scale in zip(cache._plain(torch.float32), (scales, 2 * scales)):
+        x = stored[:4, :, 0, 0]  # of whole steps
+        expected = ((1 / scale).round().clamp(max=127) * scale)[order]
+        torch.testing.assert_close(x, expected)
