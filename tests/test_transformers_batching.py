@@ -93,6 +93,14 @@ def test_pages_for_ours_alone(calls):
         batched(model, 6)
 
 
+def test_by_the_name_of_earlier_versions():
+    model = model_of("llama", torch.float32)
+    with pytest.warns(FutureWarning, match="prefix is no longer needed"):
+        model.set_attn_implementation("paged|mha_ext")
+    assert model.config._attn_implementation == "mha_ext"
+    assert batched(model, 4) == [alone(model, ids, 4) for ids in prompts()]
+
+
 def test_registered_twice_and_by_another_name():
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
