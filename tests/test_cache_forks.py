@@ -213,3 +213,25 @@ def test_given_scales_go_with_their_sequences(kind):
         x = stored[:4, :, 0, 0]  # of whole steps
         expected = ((1 / scale).round().clamp(max=127) * scale)[order]
         torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
+@torch.no_grad()
+def test_caches_that_grow_keep_what_they_hold(stored):
+    """As integrations make them grow."""
+    q, k, v = test_cache.whole(length=30)
+    options = {"value_dim": DV, "dtype": stored}
+    paged = nn.PagedKVCache(B, 12, HK, D, page_size=4, pages=9, **options)
+    contiguous, other = nn.KVCache(B, 12, HK, D, **options), nn.KVCache(B, 30, HK, D, **options)
+    for cache in (paged, contiguous, other):
+        cache.append(k[:, :, :9], v[:, :, :9])
+    contiguous._grow(30)
+    paged._grow(29)
+    assert (paged.block_table[:, 3:] == 9).all() and paged.capacity == 32 and paged.free_pages == 0
+    paged._grow_pool(24)
+    assert (paged.block_table[:, 3:] == 24).all() and paged.free_pages == 15 and paged.k.shape[0] == 24
+    new = [x[:, :, 9:] for x in (q, k, v)]
+    expected = other.attend(*new)
+    for cache in (paged, contiguous):
+        torch.testing.assert_close(cache.attend(*new), expected)
+    assert paged.free_pages == 0
