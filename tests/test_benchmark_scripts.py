@@ -31,6 +31,17 @@ def test_serving_notices_wrong_logits(script, monkeypatch):
         serving.main(["--tiny", "--dtype", "float32"])
 
 
+def test_transformers_serving(script, capsys):
+    pytest.importorskip("transformers")
+    script("transformers_serving").main(["--tiny", "--dtype", "float32"])
+    out = capsys.readouterr().out
+    assert (
+        "| generate(), float32 | sdpa" in out
+        and "| generate_batch(), float32 | sdpa" in out
+        and out.count("8 bits, pages") == 2
+    )
+
+
 def test_flex(script, capsys, fresh_compiler):
     script("flex").main(["--tiny", "--only", "prefix", "--dtype", "float32"])
     assert "| prefix | float32 |" in capsys.readouterr().out
