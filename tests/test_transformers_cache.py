@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_transformers import VOCAB, model_of
+from test_transformers import VOCAB, inputs_of, model_of
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -187,6 +187,26 @@ def test_weights_and_what_transformers_does_to_caches():
         assert copy.deepcopy(cache).nbytes == cache.nbytes > 0
         cache.reset()
         torch.testing.assert_close(ours(ids[:1], cache=cache).logits, ours(ids[:1]).logits)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_encoder_decoders(name):
+    ours = model(name)
+    given = {
+        x: y
+        for x, y in inputs_of(name, "right", torch.float64).items()
+        if x in ("input_ids", "attention_mask", "input_features")
+    }
+    how = {"max_new_tokens": 8, "num_beams": 3}
+    expected = ours.generate(**given, **how)
+    for page_size in (None, 4):
+        cache = transformers.EncoderDecoderCache(DecodingCache(ours.config, page_size=page_size), DynamicCache())
+        assert torch.equal(ours.generate(**given, **how, cache=cache), expected)
+        assert cache.self_attention_cache.get_seq_length() == 8
+    with pytest.raises(
+        ValueError, match="an encoder-decoder was given a DecodingCache.*; accepted: EncoderDecoderCache"
+    ):
+        ours.generate(**given, **how, cache=DecodingCache(ours.config))
 
 
 def test_refusals():

@@ -38,7 +38,7 @@ class DecodingCache(Cache):
 
     It does what DynamicCache does (greedy and beam search, sampling, assisted generation), without torch.compile. Positions
     that a sliding window has passed stay in memory. It grows as DynamicCache does, but by halves, so that a step copies
-    nothing.
+    nothing. Encoder-decoders take EncoderDecoderCache(DecodingCache(config), DynamicCache()).
 
     Args:
         config: of the model.
@@ -72,6 +72,15 @@ class DecodingCache(Cache):
             )
         layers: Any = [_Layer(config, text, dtype, page_size, capacity) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers)
+        self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_user_defined" and self.encoder_decoder:  # generate() was given this cache, not a pair of them
+            raise ValueError(
+                "an encoder-decoder was given a DecodingCache, where keys of its decoder and encoder would mix; accepted: "
+                "EncoderDecoderCache(DecodingCache(config), DynamicCache()) of transformers.cache_utils."
+            )
+        super().__setattr__(name, value)
 
     @property
     def nbytes(self) -> int:
