@@ -288,3 +288,14 @@ def test_explain_names_the_kernels_and_says_why_there_is_none_for_9_0(columns, d
     assert set(plan.refusals) == ({"*_sm90 forward", "*_sm90 backward"} if why else set())
     assert all(why in reason for reason in plan.refusals.values()) and plan.kernel in str(plan)
     mha_ext.attention(q, k, v, **given)  # nothing is left of what explain did
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_explain_names_the_tensor_that_the_kernels_for_9_0_cannot_read(which):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("another compute capability is the reason that explain gives")
+    heads = [torch.zeros(1, 2, 70, 64, dtype=torch.bfloat16).cuda() for _ in range(3)]
+    heads[which] = torch.zeros(1, 2, 70, 68, dtype=torch.bfloat16).cuda()[..., :64]  # rows of 136 bytes
+    refusals = mha_ext.explain(*heads).refusals
+    assert set(refusals) == {"*_sm90 forward", "*_sm90 backward"}
+    assert all(f"TMA cannot read {'qkv'[which]}: it must start" in reason for reason in refusals.values())

@@ -5,6 +5,9 @@
 #include "kernels.h"
 #include "tensor_map.h"
 
+// A string literal, as refusals are static.
+#define MHA_NOT_BY_TMA(x) "TMA cannot read " x ": it must start at, and have strides of, multiples of 16 bytes"
+
 namespace mha::cuda {
 namespace {
 
@@ -25,10 +28,11 @@ const char* refusal_sm90(const AttentionProblem& p, const Tensor4* dout) {
   if (p.dtype != DType::f16 && p.dtype != DType::bf16) return "they take float16 and bfloat16";
   if (std::max(p.D, p.Dv) > 256) return "they take head sizes up to 256";
   if (std::min({p.B, p.H, p.Sq, p.Sk, p.D, p.Dv}) == 0) return "a size is 0";
-  const bool reads = tma_reads(p.q, query_sizes(p, p.D)) && tma_reads(p.k, key_sizes(p, p.D)) &&
-                     tma_reads(p.v, key_sizes(p, p.Dv)) && (!dout || tma_reads(*dout, query_sizes(p, p.Dv)));
-  return reads ? nullptr
-               : "TMA cannot read q, k, v or dout: they must start at, and have strides of, multiples of 16 bytes";
+  if (!tma_reads(p.q, query_sizes(p, p.D))) return MHA_NOT_BY_TMA("q");
+  if (!tma_reads(p.k, key_sizes(p, p.D))) return MHA_NOT_BY_TMA("k");
+  if (!tma_reads(p.v, key_sizes(p, p.Dv))) return MHA_NOT_BY_TMA("v");
+  if (dout && !tma_reads(*dout, query_sizes(p, p.Dv))) return MHA_NOT_BY_TMA("dout");
+  return nullptr;
 }
 
 }  // namespace mha::cuda
