@@ -1,9 +1,11 @@
-// Attention forward: the blocks of queries (attention_fwd_block.h), shared out among threads. Where queries are few,
-// the keys of a block are split, too: each part keeps its own maximum, sum and output, and they are merged in the order
-// of the keys. What is split depends on shapes alone, so results don't depend on the threads.
+// Attention forward: the blocks of queries (attention_fwd_block.h; few rows: attention_fwd_few.h), shared out among
+// threads. Where queries are few, the keys of a block are split, too: each part keeps its own maximum, sum and output,
+// and they are merged in the order of the keys. What is split depends on shapes alone, so results don't depend on the
+// threads.
 #pragma once
 
 #include "attention_fwd_block.h"
+#include "attention_fwd_few.h"
 #include "sequence.h"
 #ifdef MHA_HAS_AMX
 #include "attention_fwd_amx.h"
@@ -11,35 +13,63 @@
 
 MHA_ISA_BEGIN
 
+// Calls f.operator()<Block>() with what computes a block, by its rows alone. With AMX, few rows by themselves are
+// floats; few of pairs are the last of many, and go with them.
+template <class Unit, int Degree, class F>
+void with_block(const ForwardPlan::Place& at, F f) {
+  if constexpr (!kAmxUnit<Unit>) {
+    if (at.rows <= kFewRows) return f.template operator()<FewRowsBlock<Unit, Degree>>();
+  }
+  f.template operator()<ForwardBlock<Unit, Degree>>();
+}
+
 // Blocks whose keys are cut into parts: first all parts of all blocks, then block after block is put together.
 template <class Unit, int Degree>
 inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, void* workspace) {
   const AttentionForward& p = space.p;
   const ForwardPlan& plan = space.plan;
   for_each_task(threads, plan.tasks * plan.parts, [&](int64_t task, int thread) {
-    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
-    const auto sums = space.of_part(workspace, threads.count, task);
+    const ForwardPlan::Place at = plan.place(task / plan.parts);
     const int64_t first_key = task % plan.parts * plan.part_keys, last_key = min64(p.Sk, first_key + plan.part_keys);
-    block.s.use(sums);
-    *sums.any =
-        block.set_block(plan.place(task / plan.parts), first_key, last_key) && block.visit_keys(first_key, last_key);
+    const auto sums = space.of_part(workspace, threads.count, task);
+    with_block<Unit, Degree>(at, [&]<class Block>() {
+      Block block(p, plan, space.of_thread(workspace, thread));
+      block.s.use(sums);
+      *sums.any = block.set_block(at, first_key, last_key) && block.visit_keys(first_key, last_key);
+    });
   });
   for_each_task(threads, plan.tasks, [&](int64_t n, int thread) {
-    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
-    block.set_block(plan.place(n), 0, p.Sk);
-    block.load_rows();
-    bool any = false;
-    for (int64_t part = 0; part < plan.parts; ++part) {
-      const auto sums = space.of_part(workspace, threads.count, n * plan.parts + part);
-      if (*sums.any) block.add(sums, !any);
-      any |= *sums.any != 0;
-    }
-    block.finish(any);
+    const ForwardPlan::Place at = plan.place(n);
+    with_block<Unit, Degree>(at, [&]<class Block>() {
+      Block block(p, plan, space.of_thread(workspace, thread));
+      block.set_block(at, 0, p.Sk);
+      block.load_rows();
+      bool any = false;
+      for (int64_t part = 0; part < plan.parts; ++part) {
+        const auto sums = space.of_part(workspace, threads.count, n * plan.parts + part);
+        if (*sums.any) block.add(sums, !any);
+        any |= *sums.any != 0;
+      }
+      block.finish(any);
+    });
   });
 }
 
-// Blocks first .. first + count of a list, tile by tile. Each block visits the tiles that it would visit alone, in the
-// same order. Where their tiles begin at different keys, as in a window, one block comes after the other.
+template <class Unit, int Degree>
+inline void run_block(const ForwardSpace<Unit>& space, void* workspace, int thread, int64_t n) {
+  const ForwardPlan& plan = space.plan;
+  const ForwardPlan::Place at = plan.place(n);
+  with_block<Unit, Degree>(at, [&]<class Block>() {
+    Block block(space.p, plan, space.of_thread(workspace, thread));
+    block.set_block(at, 0, space.p.Sk);
+    if (plan.heads_per_list == 1) block.look_ahead(plan.place(std::min(n + 1, plan.tasks - 1)));
+    block.finish(block.visit_keys(0, space.p.Sk));
+  });
+}
+
+// Blocks first .. first + count of a list, none of few rows, tile by tile. Each block visits the tiles that it would
+// visit alone, in the same order. Where their tiles begin at different keys, as in a window, one block comes after the
+// other.
 template <class Unit, int Degree>
 inline void run_group(const ForwardSpace<Unit>& space, void* workspace, int thread, int64_t first, int count) {
   using Block = ForwardBlock<Unit, Degree>;
@@ -52,13 +82,12 @@ inline void run_group(const ForwardSpace<Unit>& space, void* workspace, int thre
     block[i] = new (memory[i]) Block(p, space.plan, space.of_thread(workspace, thread, i));
     Block& b = *block[i];
     if (i > 0) b.s.share(block[0]->s);
-    b.set_block(space.plan.place(first + i), 0, p.Sk);
-    if (b.few || b.s.block->any_begin >= b.s.block->any_end) continue;
+    if (!b.set_block(space.plan.place(first + i), 0, p.Sk)) continue;
     together &= end == 0 || b.s.block->any_begin == begin;
     begin = min64(begin, b.s.block->any_begin), end = max64(end, b.s.block->any_end);
   }
   for (int i = 0; i < count; ++i) {
-    if (together && !block[i]->few)
+    if (together)
       block[i]->load_rows();
     else
       block[i]->finish(block[i]->visit_keys(0, p.Sk));
@@ -70,13 +99,12 @@ inline void run_group(const ForwardSpace<Unit>& space, void* workspace, int thre
     for (int i = 0; i < count; ++i) {
       Block& b = *block[i];
       const int64_t own_end = b.s.block->any_end;
-      if (b.few || j >= own_end || b.s.block->any_begin >= own_end) continue;
+      if (j >= own_end || b.s.block->any_begin >= own_end) continue;
       b.tile_packed = packed;
       any[i] = b.visit(j, int(min64(kMaxKeys, own_end - j)), !any[i]) || any[i];
     }
   }
   for (int i = 0; i < count; ++i) {
-    if (block[i]->few) continue;
     block[i]->tile_packed = false;
     block[i]->in_group = space.plan.heads_per_list == 1;
     block[i]->finish(any[i]);
@@ -98,16 +126,15 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
   }
   const ForwardTasks tasks(plan, space.scratch, threads.count);
   auto visit_blocks = [&](int64_t task, int thread) {
-    const int64_t first = tasks.first(task), last = tasks.last(task);
+    int64_t first = tasks.first(task);
+    const int64_t last = tasks.last(task);
     if constexpr (!kPairs<Unit>) {
-      if (tasks.grouped) return run_group<Unit, Degree>(space, workspace, thread, first, int(last - first));
+      if (tasks.grouped) {
+        if (plan.place(first).rows <= kFewRows) run_block<Unit, Degree>(space, workspace, thread, first++);
+        return run_group<Unit, Degree>(space, workspace, thread, first, int(last - first));
+      }
     }
-    ForwardBlock<Unit, Degree> block(p, plan, space.of_thread(workspace, thread));
-    for (int64_t n = first; n < last; ++n) {
-      block.set_block(plan.place(n), 0, p.Sk);
-      if (plan.heads_per_list == 1) block.look_ahead(plan.place(std::min(n + 1, plan.tasks - 1)));
-      block.finish(block.visit_keys(0, p.Sk));
-    }
+    for (; first < last; ++first) run_block<Unit, Degree>(space, workspace, thread, first);
   };
   for_each_task(threads, tasks.count, visit_blocks, tasks.share);
 }
