@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import cases
 import pytest
 import test_cached_attention
+import test_quantised_cache
 import torch
 from on_cuda import to_cuda
+from test_cuda_ops import in_a_process_of_its_own
+from torch_on_cpu import simulated
 
 import mha_ext
-from mha_ext import masks
+from mha_ext import _C_cuda, masks
 from mha_ext.cached import QUANTISED
 
 pytestmark = pytest.mark.cuda
@@ -84,3 +89,120 @@ def test_an_entry_that_is_no_page_shows():
     table[0, 1], table[1, 4] = 99, -1
     out = cached(q, *pools, block_table=table.cuda(), mask=masks.Padding(torch.tensor([30, 64]).cuda()))[0]
     assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+# Decoding on tensor cores: one query per sequence ------------------------------------------------------------------------
+
+
+def decoding(dtype, heads, kv_heads, length, D, Dv, seed=1):
+    gen = cases.generator(seed)
+    shapes = (heads, 1, D), (kv_heads, length, D), (kv_heads, length, Dv)
+    return [cases.randn(gen, B, *s, dtype=dtype) for s in shapes]
+
+
+def kernel(*arguments, **options):
+    """The name of the kernel that a call would run."""
+    _C_cuda.note_kernels(False)
+    try:
+        cached(*arguments, **options)
+    finally:
+        found = _C_cuda.noted_kernels()
+    return found[0][0]
+
+
+DECODE = [  # heads, key/value heads, keys, D, Dv, page size (0: none)
+    (8, 2, 70, 128, 128, 16), (8, 1, 600, 128, 128, 32), (3, 3, 33, 64, 48, 7), (12, 1, 50, 128, 64, 16), (4, 2, 1, 48, 16, 16),
+    (8, 2, 100, 128, 128, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", DECODE, ids=str)
+@pytest.mark.parametrize("stored", [None, *QUANTISED, "per key"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding(dtype, stored, sizes):
+    heads, kv_heads, length, D, Dv, page_size = sizes
+    if stored is None and page_size == 0:
+        pytest.skip("as other tensors")
+    q, k, v = decoding(dtype, heads, kv_heads, length, D, Dv)
+    scales, meant = None, [k.double(), v.double()]
+    if stored == "per key":
+        (k, v), scales, meant = test_quantised_cache.per_key(k, v, torch.int8)
+    elif stored:
+        (k, v), scales, meant = test_cached_attention.quantised(k, v, stored)
+    table = None
+    if page_size:
+        gen = cases.generator(page_size)
+        *pools, table = test_cached_attention.paged(k, v, page_size, gen)
+        if stored == "per key":
+            both = [test_cached_attention.paged(x[..., None], x[..., None], page_size, cases.generator(page_size)) for x in scales.values()]
+            scales = {name: pool[0][..., 0].contiguous() for name, pool in zip(scales, both)}
+            assert all(torch.equal(b[2], table) for b in both)
+        k, v = pools
+    end = torch.full((B, 1), length)
+    options = {"mask": masks.Intervals(torch.zeros_like(end).cuda(), end.cuda())}
+    if table is not None:
+        options["block_table"] = to_cuda(table)
+    simple = stored == "per key" and dtype == torch.float16
+    assert kernel(q, k, v, scales, **options) == ("attention_fwd_simple" if simple else "attention_cached_sm80")
+    test_cached_attention.check(q, meant, *cached(q, k, v, scales, **options))
+
+
+def test_decoding_with_everything():
+    """Masks, bias, soft cap and sinks against the simple kernels, which take the same in fp32."""
+    q, k, v = decoding(torch.float32, 8, 2, 300, 128, 128)
+    q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    *pools, table = test_cached_attention.paged(k, v, 16, cases.generator(1))
+    columns = table.shape[1] * 16
+    gen = cases.generator(2)
+    seen = (torch.rand(B, 1, 1, columns, generator=gen) < 0.6) & (torch.arange(columns) < 290)
+    mask = masks.Dense(seen.cuda()) & masks.LeftPadding(torch.tensor([40, 0]).cuda())
+    bias, sinks = cases.randn(gen, 1, 8, 1, columns), cases.randn(gen, 8)
+    options = {"softcap": 4.0, "scale": -0.3, "bias": to_cuda(bias), "sinks": sinks.cuda(), "mask": mask, "block_table": to_cuda(table)}
+    expected = cached(q, *pools, **options)
+    got = cached(q.bfloat16(), *(x.bfloat16() for x in pools), **options)
+    torch.testing.assert_close(got[0].float(), expected[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(got[1], expected[1], atol=1e-3, rtol=1e-4)
+    ends = torch.tensor([0, 5])
+    out, lse = cached(q.bfloat16(), *(x.bfloat16() for x in pools), block_table=to_cuda(table), mask=masks.Padding(ends.cuda()))
+    assert not out[0].any() and (lse[0] == -torch.inf).all() and out[1].isfinite().all()
+
+
+def test_decoding_shows_visible_nan_and_pages_that_are_none():
+    q, k, v = decoding(torch.bfloat16, 4, 2, 64, 64, 64)
+    *pools, table = test_cached_attention.paged(k, v, 16, cases.generator(1))
+    broken = table.clone()
+    broken[0, 1], broken[1, 3] = 99, -1
+    seen = masks.Padding(torch.tensor([30, 48]).cuda())
+    out, lse = cached(q, *pools, block_table=broken.cuda(), mask=seen)
+    assert out[0].isnan().all() and lse[0].isnan().all() and out[1].isfinite().all() and lse[1].isfinite().all()
+    pools[0][table[1, 0], 1, 3, 5] = torch.nan
+    out, lse = cached(q, *pools, block_table=to_cuda(table), mask=seen)
+    assert out[1, 2:].isnan().all() and lse[1, 2:].isnan().all() and out[1, :2].isfinite().all() and out[0].isfinite().all()
+    eight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 2, 128)
+    ones = {"k_scale": torch.ones(1, 1), "v_scale": torch.ones(1, 1)}
+    for dtype in (torch.bfloat16, torch.float16):
+        keys = torch.zeros(1, 1, 2, 8).to(torch.float8_e4m3fn)
+        for n in range(2):
+            one = masks.Intervals(torch.full((1, 1), n).cuda(), torch.full((1, 1), n + 1).cuda())
+            out = cached(torch.ones(1, 1, 1, 8, dtype=dtype), keys, eight, ones, mask=one)[0]
+            torch.testing.assert_close(out[0, 0, 0].float(), eight[0, 0, n].float(), rtol=0, atol=0, equal_nan=True)
+
+
+COUNTED = """
+import torch, mha_ext
+gen = torch.Generator().manual_seed(0)
+k = torch.randn(16, 1, 64, 128, generator=gen).mul(30).to(torch.int8).cuda()
+scale = torch.full((1, 1), 0.03).cuda()
+q, table = torch.ones(1, 8, 1, 128).bfloat16().cuda(), torch.randperm(16, generator=gen)[None].cuda()
+mha_ext.attention_cached(q, k, k.clone().cuda(), block_table=table, k_scale=scale, v_scale=scale)
+"""
+
+
+def test_eight_heads_read_each_key_once(tmp_path):
+    """In whole sectors of 32 bytes, four for a key and four for a value of 128 bytes; queries and tables are little beside them."""
+    if not simulated():
+        pytest.skip("the simulation counts")
+    in_a_process_of_its_own(COUNTED, PTXSIM_STATS=str(tmp_path / "stats"))
+    counts = json.loads((tmp_path / "stats").read_text().splitlines()[0])
+    assert "attention_cached_sm80" in counts["mangled"]
+    assert 8 <= counts["global_load_sectors"] / 1024 < 11 and counts["warp_instructions"] / 1024 < 80

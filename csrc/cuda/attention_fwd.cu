@@ -17,6 +17,7 @@ struct Plan {
   const Instance<AttentionForwardLaunch>* weights = nullptr;
   AttentionForwardLaunch launch;
   bool heads_as_rows = false;  // main takes the problem that way
+  bool cached = false;         // attention_cached takes it
   std::size_t tiles_bytes = 0;
   const char* not_sm90 = nullptr;
 };
@@ -77,6 +78,13 @@ int key_splits(const AttentionForward& p, int block_rows, int group_bits) {
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 
+// The same for attention_cached, of which two blocks and more run on a multiprocessor at once.
+int cached_splits(const AttentionForward& p) {
+  const int64_t blocks = p.B * p.Hk * ((p.H / p.Hk + 7) / 8),
+                wanted = 2 * multiprocessors() / std::max<int64_t>(blocks, 1);
+  return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
+}
+
 // The instance that takes p, and the number of parts.
 void choose_main(Plan& plan, const AttentionForwardLaunch& p) {
   const bool plain = cuda::plain(p);
@@ -95,8 +103,10 @@ Plan plan(const AttentionForward& p) {
   static_cast<Numbers&>(plan.launch) = numbers(p.scale, p.softcap, p.dropout);
   set_alignment(plan.launch);
   plan.tiles_bytes = plan_mask_tiles(p, plan.launch.tiles);
-  if (p.store.table || p.store.quantised) {  // attention_fwd_simple takes them
+  if (p.store.table || p.store.quantised) {  // attention_fwd_simple takes what attention_cached does not
     plan.not_sm90 = "they don't take caches with pages or of 8 bits";
+    plan.cached = takes_cached(plan.launch);
+    if (plan.cached) plan.launch.splits = cached_splits(p);
     return plan;
   }
   AttentionForwardLaunch main = plan.launch;
@@ -110,13 +120,16 @@ Plan plan(const AttentionForward& p) {
   return plan;
 }
 
-std::size_t partial_rows(const AttentionForwardLaunch& p) {
-  return p.splits > 1 ? std::size_t(p.splits * p.B * p.H * p.Sq) : 0;
+// What attention_combine gets to merge, and of what head size.
+std::size_t partial_rows(const Plan& plan) {
+  const AttentionForwardLaunch& p = plan.launch;
+  return plan.cached || (plan.main && p.splits > 1) ? std::size_t(p.splits * p.B * p.H * p.Sq) : 0;
 }
+int partial_head(const Plan& plan) { return plan.cached ? kCachedHead : plan.main ? plan.main->value_head : 0; }
 
-template <class T>
 void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
-  attention_combine<T><<<grid_size((p.B * p.H * p.Sq + 3) / 4, "attention_combine"), 128, 0, stream>>>(p, head);
+  auto kernel = p.dtype == DType::f16 ? attention_combine<__half> : attention_combine<__nv_bfloat16>;
+  kernel<<<grid_size((p.B * p.H * p.Sq + 3) / 4, "attention_combine"), 128, 0, stream>>>(p, head);
   check(cudaGetLastError(), "attention_combine");
 }
 
@@ -124,35 +137,33 @@ void combine(const AttentionForwardLaunch& p, int head, cudaStream_t stream) {
 
 std::size_t attention_fwd_workspace(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  const std::size_t partial = plan.main ? partial_rows(plan.launch) * std::size_t(plan.main->value_head + 2) : 0;
-  return partial * sizeof(float) + plan.tiles_bytes;
+  return partial_rows(plan) * std::size_t(partial_head(plan) + 2) * sizeof(float) + plan.tiles_bytes;
 }
 
 KernelChoice attention_fwd_kernel(const AttentionForward& p) {
   const Plan plan = cuda::plan(p);
-  return {plan.main ? plan.main->name : "attention_fwd_simple", plan.not_sm90};
+  return {plan.cached ? "attention_cached_sm80" : plan.main ? plan.main->name : "attention_fwd_simple", plan.not_sm90};
 }
 
 void attention_fwd(const AttentionForward& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0 || p.H == 0 || p.Sq == 0) return;
   Plan plan = cuda::plan(p);
   AttentionForwardLaunch& launch = plan.launch;
-  const std::size_t rows = plan.main ? partial_rows(launch) : 0;
+  const std::size_t rows = partial_rows(plan);
   launch.partial_out = static_cast<float*>(workspace);
-  launch.partial_lse = launch.partial_out + rows * (plan.main ? plan.main->value_head : 0);
+  launch.partial_lse = launch.partial_out + rows * partial_head(plan);
   launch.partial_rest = launch.partial_lse + rows;
   if (plan.tiles_bytes) launch.tiles.code = reinterpret_cast<uint8_t*>(launch.partial_rest + rows);
+  if (plan.cached) {
+    attention_cached(launch, stream);
+    return combine(launch, partial_head(plan), stream);
+  }
   mask_tiles(launch, launch.tiles, stream);
   if (!plan.main) return attention_fwd_simple(launch, stream);
   AttentionForwardLaunch main = launch;
   if (plan.heads_as_rows) heads_as_rows(main);
   plan.main->launch(main, stream);
-  if (launch.splits > 1) {
-    if (p.dtype == DType::f16)
-      combine<__half>(launch, plan.main->value_head, stream);
-    else
-      combine<__nv_bfloat16>(launch, plan.main->value_head, stream);
-  }
+  if (launch.splits > 1) combine(launch, partial_head(plan), stream);
   if (p.weights.data && p.Sk > 0) plan.weights->launch(launch, stream);
 }
 
