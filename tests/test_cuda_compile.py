@@ -46,19 +46,25 @@ def cuda_by_default(torchs_kernels):
     torch.set_default_device(None)
 
 
+def on_cuda(test, *arguments):
+    """Runs a test of another file, which makes its tensors on the default device."""
+    assert torch.empty(0).is_cuda
+    test(*arguments)
+
+
 @pytest.mark.parametrize("name", test_compile.FUNCTIONS)
 def test_three_lengths_one_graph(name):
-    test_compile.test_three_lengths_one_graph_and_at_most_one_recompile(name, True)
+    on_cuda(test_compile.test_three_lengths_one_graph_and_at_most_one_recompile, name, True)
 
 
 @pytest.mark.parametrize("name", ["varlen", "paged", "int8", "packed", "weights, mixed"])
 def test_sizes_that_the_program_does_not_know(name):
-    test_dynamic_shapes.test_functions_with_grouped_heads(name)
+    on_cuda(test_dynamic_shapes.test_functions_with_grouped_heads, name)
 
 
 @pytest.mark.parametrize("name", ["rope, qk_norm", "talking"])
 def test_modules(name):
-    test_dynamic_shapes.test_modules_with_grouped_heads(name)
+    on_cuda(test_dynamic_shapes.test_modules_with_grouped_heads, name)
 
 
 @pytest.mark.parametrize("n", [-4, -1])
@@ -75,8 +81,8 @@ def test_masks_and_biases_as_arguments(n):
 
 @pytest.mark.parametrize("how", ["plain", "band"])
 def test_opcheck(how):
-    test_compile.test_opcheck_attention_fwd(how, True, "bshd")
-    test_compile.test_opcheck_attention_bwd(how, how == "band")
+    on_cuda(test_compile.test_opcheck_attention_fwd, how, True, "bshd")
+    on_cuda(test_compile.test_opcheck_attention_bwd, how, how == "band")
 
 
 def test_with_the_default_backend(monkeypatch):
@@ -85,13 +91,13 @@ def test_with_the_default_backend(monkeypatch):
         monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
         monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "none")
         with torch._inductor.config.patch(fallback_by_default=True):
-            test_compile.test_with_the_default_backend()
+            on_cuda(test_compile.test_with_the_default_backend)
     else:
-        test_compile.test_with_the_default_backend()
+        on_cuda(test_compile.test_with_the_default_backend)
 
 
 def test_func_grad():
-    test_compile.test_func_grad_and_vjp()
+    on_cuda(test_compile.test_func_grad_and_vjp)
 
 
 def test_dropout_under_vmap_asks_for_randomness():
@@ -104,7 +110,7 @@ def test_dropout_under_vmap_asks_for_randomness():
 
 
 def test_nested_batch_of_a_module():
-    test_nested.test_self_attention({"causal": True, "num_kv_heads": 2, "window": 9})
+    on_cuda(test_nested.test_self_attention, {"causal": True, "num_kv_heads": 2, "window": 9})
 
 
 def test_autocast():
