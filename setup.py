@@ -20,8 +20,8 @@ TORCH_TARGET_VERSION = f"0x{FLOOR[0]:02x}{FLOOR[1]:02x}000000000000ULL"
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
-# Machine code for all GPUs that the kernels are for (8.6's also runs on 8.9), and PTX for those to come.
-ARCHITECTURES = "8.0;8.6;9.0;10.0;12.0+PTX"
+# Machine code for all GPUs that the kernels are for (8.6's also runs on 8.9), and PTX of the last for those to come.
+ARCHITECTURES = "8.0;8.6;9.0;10.0;12.0"
 GENERATIONS = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}  # as torch names them
 
 
@@ -85,20 +85,43 @@ def decide_cuda(torch):
     return True, f"nvcc of {toolkit}"
 
 
-def architectures(asked, visible=()):
+def known_architectures(toolkit):
+    """The compute capabilities that a toolkit's nvcc compiles for, as (major, minor); none if it does not tell."""
+    nvcc = os.path.join(toolkit, "bin", "nvcc")
+    told = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    return [(int(name[:-1]), int(name[-1])) for name in re.findall(r"compute_(\d+)\b", told)]
+
+
+def within(known, capability):
+    """A GPU's compute capability as a name for TORCH_CUDA_ARCH_LIST; where the toolkit does not know it, PTX of the newest before
+    it, which the GPU's driver translates."""
+    older = [one for one in known if one <= capability]
+    found = max(older) if older else capability
+    return f"{found[0]}.{found[1]}" + ("+PTX" if found != capability else "")
+
+
+def architectures(asked, visible=(), known=()):
     """What to compile for: (a list as TORCH_CUDA_ARCH_LIST for all kernels but those for 9.0a, whether to build the latter, how that
     came about).
 
-    asked: TORCH_CUDA_ARCH_LIST or None; visible: the compute capabilities of the GPUs that are there, as (major, minor).
+    asked: TORCH_CUDA_ARCH_LIST or None; visible: the compute capabilities of the GPUs that are there, known: of those that the
+    toolkit compiles for, as (major, minor).
     """
-    names = (asked or "").replace(";", " ").replace(",", " ").split()
+    names, newer = (asked or "").replace(";", " ").replace(",", " ").split(), []
     if names and names != ["native"]:
         why = "as TORCH_CUDA_ARCH_LIST asks"
     elif visible:
-        names = [f"{major}.{minor}" for major, minor in sorted(set(visible))]
+        names = list(dict.fromkeys(within(known, one) for one in sorted(set(visible))))
         why = "those of the visible GPUs alone"
+        newer = [f"{major}.{minor}" for major, minor in sorted(set(visible)) if known and (major, minor) not in known]
+        if newer:
+            why += f"; the toolkit does not know {', '.join(newer)}, which run PTX: a newer one would make machine code"
     else:
-        names = ARCHITECTURES.split(";")
+        every = [tuple(map(int, re.findall(r"\d+", name))) for name in ARCHITECTURES.split(";")]
+        names = [f"{major}.{minor}" for major, minor in every if not known or (major, minor) in known]
+        if not names:
+            stop("the CUDA toolkit knows no GPU of compute capability 8.0 or later; install a newer one or set MHA_EXT_CUDA=0.")
+        names[-1] += "+PTX"
         why = "as neither TORCH_CUDA_ARCH_LIST is set nor a GPU visible"
     chosen, old = [], []
     for name in names:
@@ -116,7 +139,7 @@ def architectures(asked, visible=()):
         stop(f"{', '.join(old)} is older than compute capability 8.0, which the CUDA kernels need; set MHA_EXT_CUDA=0.")
     if old:
         why += f"; left out {', '.join(old)}: the kernels need 8.0 or later"
-    hopper = [name for name in chosen if name.startswith("9.0")]
+    hopper = [name for name in chosen if name.startswith("9.0")] if (9, 0) in visible or not newer else []
     rest = [name for name in chosen if not name.startswith("9.0a")]
     rest = rest or [name.replace("9.0a", "9.0") for name in hopper]
     return ";".join(dict.fromkeys(rest)), bool(hopper), why
@@ -133,7 +156,8 @@ def extensions():
     if cuda:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         visible = [torch.cuda.get_device_capability(i) for i in range(count)]
-        listed, hopper, why = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible)
+        known = known_architectures(os.environ["CUDA_HOME"])
+        listed, hopper, why = architectures(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible, known)
         os.environ["TORCH_CUDA_ARCH_LIST"] = listed
         reason += f", compute capabilities {listed}{' and 9.0a' if hopper else ''}, {why}"
     print(f"mha_ext: building {'with' if cuda else 'without'} CUDA: {reason}", file=sys.stderr)

@@ -69,6 +69,33 @@ def test_architectures_to_build_for(asked, visible, listed, hopper):
     assert ("visible" in why) == (asked in (None, "", "native"))
 
 
+KNOWN = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]  # to a toolkit
+
+
+@pytest.mark.parametrize(
+    "visible, listed, hopper, unknown",
+    [
+        ([(8, 6)], "8.6", False, ""),
+        ([(13, 0)], "12.0+PTX", False, "13.0"),  # newer than the toolkit
+        ([(10, 0)], "9.0+PTX", False, "10.0"),  # between what it knows; code for 9.0a would not run there
+        ([(9, 0), (10, 3)], "9.0;9.0+PTX", True, "10.3"),
+        ([], "8.0;8.6;9.0;12.0+PTX", True, ""),
+    ],
+)
+def test_gpus_that_the_toolkit_does_not_know_run_ptx(visible, listed, hopper, unknown):
+    found, has_hopper, why = setup_py().architectures(None, visible, KNOWN)
+    assert (found, has_hopper) == (listed, hopper)
+    assert ("does not know" in why) == bool(unknown) and unknown in why
+    with pytest.raises(SystemExit, match="knows no GPU"):
+        setup_py().architectures(None, (), [(7, 5)])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_what_the_toolkit_knows():
+    known = setup_py().known_architectures(setup_py().cuda_toolkit())
+    assert (8, 0) in known and (9, 0) in known and all(major < 30 for major, _ in known)
+
+
 @pytest.mark.parametrize("asked, said", [("7.5;Volta", "7.5, Volta is older than"), ("9", "names 9;"), ("Foo", "names Foo;")])
 def test_architectures_that_nothing_can_be_built_for(asked, said):
     with pytest.raises(SystemExit, match=said):
