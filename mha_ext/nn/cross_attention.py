@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,18 @@ class CrossAttention(Attention):
         """Rows of the projections to keys and values."""
         return (self.num_kv_heads * self.head_dim,) * 2
 
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | ProjectedContext, mask: m.Mask | Tensor | None = None, *,
+        bias: Tensor | biases.Bias | None = None, positions: Tensor | None = None, return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | ProjectedContext, mask: m.Mask | Tensor | None = None, *,
+        bias: Tensor | biases.Bias | None = None, positions: Tensor | None = None, return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     def forward(
         self,
         x: Tensor,
@@ -79,7 +91,8 @@ class CrossAttention(Attention):
         *,
         bias: Tensor | biases.Bias | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor:
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x [B,Sq,d_model], context [B,Sk,context_dim] -> [B,Sq,d_model].
 
         Args:
@@ -87,11 +100,14 @@ class CrossAttention(Attention):
             mask, bias: as in mha_ext.attention.
             positions: integer [Sq] or [B,Sq], where among the context's positions the queries stand, for the window, masks
                 and biases. Default: the last Sq. So needed where a projected context meets some of the queries at a time.
+            return_weights: also return the weights [B,H,Sq,Sk] that made the output, after dropout (of heads shared out over
+                processes, those of this process's). Not of nested inputs.
 
         Raises:
             ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
         """
         _inputs.sequences(x, "x", self.d_model, self.q_proj)
+        _checks.flags(return_weights=return_weights)
         if isinstance(context, ProjectedContext):
             if x.is_nested:
                 raise ValueError("x is nested and the context projected; accepted: a nested context, or x padded.")
@@ -112,8 +128,8 @@ class CrossAttention(Attention):
         if self.q_norm is not None:
             q = self.q_norm(q)
         if positions is not None or isinstance(context, ProjectedContext):
-            return self._attend_at(q, k, v, mask, bias, positions)
-        return self._attend(q, k, v, mask, bias, given)
+            return self._attend_at(q, k, v, mask, bias, positions, return_weights)
+        return self._attend(q, k, v, mask, bias, given, return_weights)
 
     def project(self, context: Tensor) -> ProjectedContext:
         """context [B,Sk,context_dim] -> its keys and values, for forward()."""
@@ -131,9 +147,9 @@ class CrossAttention(Attention):
         _inputs.sequences(context, "context", self.context_dim, projection)
 
     def _attend_at(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, positions: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        options = self._options(mask, bias)
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, positions: Tensor | None, return_weights: bool
+    ) -> Any:  # fmt: skip
+        options = {"return_weights": return_weights, **self._options(mask, bias)}
         mask = options["mask"]
         if positions is None:
             if depends_on_position(mask) or isinstance(bias, biases.Bias):
@@ -141,7 +157,7 @@ class CrossAttention(Attention):
                     "a projected context was given with a window, or a mask or bias that depends on where the queries stand; "
                     "accepted: with positions=, one for each query, as all of the queries may be more than these."
                 )
-            return self._project_out(attention(q, k, v, **options))
+            return self._results(attention(q, k, v, **options))
         B, H, S, Sk = *q.shape[:3], k.shape[2]
         positions = _checks.integer_tensor(positions, "positions", "[B,Sq]", 2 if getattr(positions, "ndim", 1) == 2 else 1)
         if positions.shape not in ((S,), (1, S), (B, S)):
@@ -151,4 +167,4 @@ class CrossAttention(Attention):
         places = Places(positions, H, Sk, Sk, positions.new_full((B,), Sk), 0, S, queries_are_keys=False)
         if isinstance(bias, biases.Bias):
             options["bias"] = bias.at(places, _checks.accumulate_dtype(q.dtype))
-        return self._project_out(attention(q, k, v, **options | {"mask": Lowered(at(mask, places))}))
+        return self._results(attention(q, k, v, **options | {"mask": Lowered(at(mask, places))}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ._cache_checks import check_options
 from ._torchs_ways import NotScriptable, be_a_leaf
 from .kv_cache import KVCache
 from .paged_kv_cache import PagedKVCache
-from .rope import RotaryEmbedding
+from .rope import RopeScaling, RotaryEmbedding
 
 
 class Attention(NotScriptable, nn.Module):
@@ -83,13 +83,20 @@ class Attention(NotScriptable, nn.Module):
         mask: m.Mask | Tensor | None,
         bias: Tensor | biases.Bias | None,
         given: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model]. given: the module's inputs (that
-        of the queries, that of the keys); where they are nested, the heads are those of their values."""
+        return_weights: bool,
+    ) -> Any:
+        """From heads [B,H,Sq,D], [B,Hk,Sk,D] twice, to the module's output [B,Sq,d_model], or that and the weights. given:
+        the module's inputs (that of the queries, that of the keys); where they are nested, the heads are those of their values."""
         options = self._options(mask, bias)
-        if given[0].is_nested:
-            return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
-        return self._project_out(attention(q, k, v, **options))
+        if not given[0].is_nested:
+            return self._results(attention(q, k, v, return_weights=return_weights, **options))
+        if return_weights:
+            raise nested.no_weights("the inputs are")
+        return nested.like(self._project_out(nested.attend(q, k, v, *given, **options)), given[0])
+
+    def _results(self, found: Any) -> Any:
+        """Of what attention gave: an output of heads, or that and the weights."""
+        return (self._project_out(found[0]), found[1]) if isinstance(found, tuple) else self._project_out(found)
 
     def _options(self, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None) -> dict[str, Any]:
         """What attention takes besides the heads."""
@@ -160,6 +167,7 @@ class SelfAttention(Attention):
         bias: whether the projections have one.
         rope: rotary position embedding (Su et al., "RoFormer", 2021; half-split convention, see RotaryEmbedding).
         rope_base: its base.
+        rope_scaling: for sequences longer than those of training: LinearScaling, NTKScaling, YaRNScaling or Llama3Scaling.
         qk_norm: RMSNorm over the head size on queries and keys, before the rotation (Henry et al., "Query-key
             normalization for Transformers", 2020; here with RMSNorm).
         window: see that many keys to the left and to the right (with causal: to the left), or a pair (left, right) of
@@ -193,6 +201,7 @@ class SelfAttention(Attention):
         bias: bool = True,
         rope: bool = False,
         rope_base: float = 10000.0,
+        rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         window: int | tuple[int | None, int | None] | None = None,
         causal: bool = False,
@@ -217,7 +226,9 @@ class SelfAttention(Attention):
             d_model, num_heads, num_kv_heads, head_dim, bias, qk_norm, window, causal, dropout, softcap, factory
         )
         self.qkv_proj: nn.Linear | None = nn.Linear(d_model, sum(self._rows()), bias=bias, **factory)
-        self.rope = RotaryEmbedding(self.head_dim, rope_base) if rope else None
+        if rope_scaling is not None and not rope:
+            raise ValueError("rope_scaling was given with rope=False; accepted: with rope=True.")
+        self.rope = RotaryEmbedding(self.head_dim, rope_base, rope_scaling) if rope else None
         mixes = (("pre_mix", "post_mix") if talking_heads else ()) + (("head_mix",) if head_communication else ())
         for name in mixes:
             setattr(self, name, nn.Parameter(torch.eye(num_heads, **factory)))
@@ -231,6 +242,19 @@ class SelfAttention(Attention):
         n, d = self.num_kv_heads, self.head_dim
         return self.num_heads * d, n * d, n * d
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | biases.Bias | None = None,
+        cache: KVCache | None = None, counts: Tensor | None = None, position_ids: Tensor | None = None,
+        return_weights: Literal[False] = False, **foreign: NoReturn,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, x: Tensor, mask: m.Mask | Tensor | None = None, *, bias: Tensor | biases.Bias | None = None,
+        position_ids: Tensor | None = None, return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     def forward(
         self,
         x: Tensor,
@@ -239,8 +263,10 @@ class SelfAttention(Attention):
         bias: Tensor | biases.Bias | None = None,
         cache: KVCache | None = None,
         counts: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_weights: bool = False,
         **foreign: NoReturn,  # nothing, to type checkers
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x [B,S,d_model] -> [B,S,d_model]; or nested (layout torch.jagged), without rope and cache.
 
         Args:
@@ -249,6 +275,10 @@ class SelfAttention(Attention):
             cache: x are the S next positions of its sequences: their keys and values are appended, and attention is to
                 all that the cache holds. Needs causal, and no gradients: torch.no_grad() or torch.inference_mode().
             counts: with a cache, [B]: only the first counts[b] positions of x[b] count, the rest is padding.
+            position_ids: integer [S] or [B,S], what rope rotates by; default: they count up from 0, or from the cache's lengths.
+                Masks, windows and biases go by the order of x.
+            return_weights: also return the weights [B,H,S,S] that made the output, after dropout (of heads shared out over
+                processes, those of this process's). Not with a cache or nested x.
 
         Raises:
             ValueError, TypeError: arguments that do not fit, in one sentence with the fix.
@@ -263,19 +293,26 @@ class SelfAttention(Attention):
                 f"x is nested and {'the module has rope' if self.rope is not None else 'a cache or counts was given'}; "
                 "accepted: neither: pad x, or take its sequences one by one."
             )
+        _checks.flags(return_weights=return_weights)
+        if position_ids is not None and self.rope is None:
+            raise ValueError("position_ids was given and the module has no rope; accepted: rope=True, or leave it out.")
+        if return_weights and cache is not None:
+            raise ValueError(
+                "return_weights is true and a cache was given; accepted: one of them: give the whole sequence without a cache."
+            )
         if counts is None and cache is None and self._reads_packed(x):
-            return self._attend_packed(x, mask, bias)
+            return self._attend_packed(x, mask, bias, return_weights)
         q, k, v = self._project(nested.values_of(x, "x") if x.is_nested else x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             start = 0 if cache is None else cache.lengths
-            q, k = self.rope(q, start), self.rope(k, start)
+            q, k = self.rope(q, start, position_ids), self.rope(k, start, position_ids)
         if cache is not None:
             return self._attend_cached(q, k, v, mask, bias, cache, counts)
         if counts is not None:
             raise ValueError("counts was given without a cache; use mask=masks.Padding(counts).")
-        return self._attend(q, k, v, mask, bias, (x, x))
+        return self._attend(q, k, v, mask, bias, (x, x), return_weights)
 
     def make_cache(self, batch: int, capacity: int, *, page_size: int | None = None, **options: Any) -> KVCache:
         """A KVCache for this module and sequences of up to capacity positions; options as KVCache's. With page_size, a
@@ -353,9 +390,14 @@ class SelfAttention(Attention):
         parts = self.q_norm, self.rope, self.pre_mix, self.post_mix, self.head_mix
         return self.qkv_proj is not None and not x.is_nested and all(part is None for part in parts)
 
-    def _attend_packed(self, x: Tensor, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None) -> Tensor:
+    def _attend_packed(
+        self, x: Tensor, mask: m.Mask | Tensor | None, bias: Tensor | biases.Bias | None, return_weights: bool
+    ) -> Any:
         options = self._options(mask, bias)
-        return self.out_proj(attention_qkvpacked(self._all_heads(x), self.num_heads, **options).flatten(2))
+        found: Any = attention_qkvpacked(self._all_heads(x), self.num_heads, return_weights=return_weights, **options)
+        if return_weights:
+            return self.out_proj(found[0].flatten(2)), found[1]
+        return self.out_proj(found.flatten(2))
 
 
 def _load_either_packing(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
