@@ -259,19 +259,23 @@ class KVCache(torch.nn.Module):
         return [(rows, slots), (rows, slots + self.capacity)]
 
     def _reorder_storage(self, indices: Tensor) -> None:
+        known = self.window is None and _checks.values_known(self.lengths)
+        end = int(self.lengths.max()) if known else self._storage()[1]  # beyond it there is nothing to keep
         for name in ("k", "v", "k_scale", "v_scale"):
-            self._take(name, indices)
+            self._take(name, indices, end)
 
-    def _take(self, name: str, indices: Tensor) -> None:
-        """Makes row i of a buffer what row indices[i] was."""
+    def _take(self, name: str, indices: Tensor, end: int | None = None) -> None:
+        """Makes row i of a buffer what row indices[i] was, or the slots before end of it."""
         x = getattr(self, name)
         if x is None:
             return
-        if indices.shape[0] == self.batch:
-            _bytes(x).copy_(_bytes(x).index_select(0, indices))
-            return
-        with torch.inference_mode(False):
-            setattr(self, name, _bytes(x).index_select(0, indices).view(x.dtype))
+        part = slice(None) if end is None else (slice(None), slice(None), slice(end))
+        taken = _bytes(x)[part].index_select(0, indices)
+        if indices.shape[0] != self.batch:
+            with torch.inference_mode(False):
+                x = x.new_empty(indices.shape[0], *x.shape[1:])
+            setattr(self, name, x)
+        _bytes(x)[part].copy_(taken)
 
     def _resize(self, dim: int, size: int) -> None:
         """Makes dimension 0 or 2 of what is stored larger; what is there is copied."""
