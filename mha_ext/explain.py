@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
 from .masks.base import offset_of
 
-# What may not be combined, with what, and why; docs/support.md shows it.
+# What may not be combined, with what, and why: docs/support.md shows it.
 REFUSED = (
     ("return_weights", "attention_varlen, nested tensors", "sequences of different lengths have no weights of one shape"),
     ("attn_mask", "nested tensors", "a tensor has one shape for all sequences; the masks of mha_ext.masks apply to each"),
@@ -46,13 +47,18 @@ class Plan:
     tasks: tuple[int, int] | None = None  # what the threads share, forward and backward
     workspace: tuple[int, int] | None = None  # what lives during the call only, forward and backward
     advice: list[str] = field(default_factory=list)
-    combinations: list[str] = field(default_factory=list)  # of REFUSED, those of what this call uses
+    keys_per_query: tuple[int, int] | None = None  # the fewest and the most that bands and intervals let a query see
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         share = (
             f" ({100 * self.flops / self.flops_dense:.0f} % of the unmasked)" if self.flops < self.flops_dense else ""
         )
         most = "" if self.flops_exact else "at most "
+        few, many = self.keys_per_query or (0, 0)
+        seen = f"{many if few == many or most else f'{few} to {many}'} keys"
         unfused = f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}"
         blocks = workspace = ""
         if self.blocks is not None and self.tasks is not None and self.workspace is not None:
@@ -64,9 +70,9 @@ class Plan:
             *(f"  not used     {name}: {reason}" for name, reason in self.refusals.items()),
             *(f"  copy         {copy}" for copy in self.copies or ["none"]),
             f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}{blocks}",
+            *([f"               each query sees {most}{seen}"] if self.flops < self.flops_dense or not self.flops_exact else []),
             f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; {unfused}",
             f"               allocates {_amount(self.memory, 'B')}{workspace}",
-            *(f"  refused      {combination}" for combination in self.combinations),
             *(f"  advice       {advice}" for advice in self.advice),
         ]
         return "\n".join(lines)
@@ -161,14 +167,13 @@ def plan_of(call: Call) -> Plan:
     q, k, v = call.heads
     (B, Sq, Sk), H, D, Dv = call.sizes(), q.shape[1], q.shape[3], v.shape[3]
     mixes = [x for x in call.mixes or () if x is not None]
-    dropped = call.numbers[2] != 0.0
     kernel, threads, refusals, numbers = _kernel(call)
     if mixes:
         refusals["attention_fwd"] = (
             "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
         )
     lengths = call.lengths()
-    pairs, exact = _visible_pairs(call.args, B, Sq, Sk, lengths)
+    pairs, per_query, exact = _visible_pairs(call.args, B, Sq, Sk, lengths)
     all_pairs = B * Sq * Sk if lengths is None else int((lengths[0] * lengths[1]).sum())
     copies, copied = _copies(call.given, call.heads)
     rows = q.shape[0] * H * q.shape[2]
@@ -179,7 +184,6 @@ def plan_of(call: Call) -> Plan:
     inputs = q, call.added, call.sinks, *mixes, *call.args[:6]
     keys = _bytes(k) + _bytes(v) if call.Sk is None else B * k.shape[1] * Sk * (D + Dv) * k.element_size()
     work = 2 * H * (D + Dv + H * len(mixes))  # of one pair of query and key
-    used = {"dropout_p": dropped, "return_weights": call.return_weights, "pre_mix, post_mix": bool(mixes)}
     return Plan(
         call=str(call),
         kernel=kernel,
@@ -192,8 +196,8 @@ def plan_of(call: Call) -> Plan:
         bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + keys + output,
         memory=output + copied + numbers.get("workspace", (0,))[0],
         memory_unfused=4 * H * all_pairs,
-        advice=_advice(call.given, call.args, call.added, Sq, Sk, call.return_weights),
-        combinations=[f"{what} with {other}: {why}" for what, other, why in REFUSED if used.get(what)],
+        advice=_layout_advice(call) + _advice(call.given, call.args, call.added, Sq, Sk, call.return_weights),
+        keys_per_query=per_query,
         **numbers,
     )
 
@@ -276,8 +280,9 @@ def _copies(given: Any, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
 
 def _visible_pairs(
     args: masks.MaskArgs, B: int, Sq: int, Sk: int, lengths: tuple[Tensor, Tensor] | None
-) -> tuple[int, bool]:
-    """How many (batch, query, key) triples bands and intervals leave, and whether nothing else hides any."""
+) -> tuple[int, tuple[int, int], bool]:
+    """How many (batch, query, key) triples bands and intervals leave, the fewest and the most of a query, and whether nothing
+    else hides any."""
     if lengths is not None:
         lengths = lengths[0].cpu(), lengths[1].cpu()
     i, o = torch.arange(Sq)[None], offset_of(Sq, Sk, lengths)
@@ -295,7 +300,20 @@ def _visible_pairs(
     if args.end is not None:
         end = end.minimum(args.end.cpu())
     visible = (end - begin).clamp(min=0).expand(B, Sq)
-    return int(visible.sum()), args.mask is None and args.query_ids is None and args.blocks is None
+    exact = args.mask is None and args.query_ids is None and args.blocks is None
+    of_queries = visible if lengths is None else visible[(i < lengths[0][:, None]).expand(B, Sq)]
+    extremes = (int(of_queries.min()), int(of_queries.max())) if of_queries.numel() else (0, 0)
+    return int(visible.sum()), extremes, exact
+
+
+def _layout_advice(call: Call) -> list[str]:
+    """Where there are as many key heads as query heads and more of them than positions, [B,S,H,D] was probably meant."""
+    (_, H, Sq, _), (_, Hk, Sk, _) = call.heads[0].shape, call.heads[1].shape
+    if call.packed[0] is not None or call.Sk is not None or H != Hk or not (H > Sq > 0 and Hk > Sk > 0):
+        return []
+    return [
+        f"q has {H} heads of {Sq} queries: where that is [B,S,H,D], give q.transpose(1, 2), which is read in place, and so k, v"
+    ]
 
 
 def _advice(given: Any, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:

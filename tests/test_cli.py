@@ -81,6 +81,16 @@ def test_bench_lists_its_rows():
     assert all(line.startswith("decode") for line in result.stdout.splitlines())
 
 
+def test_bench_says_what_to_install():
+    """All of the extra by the names of its parts, which every registry has."""
+    code = "import sys; sys.modules['rich'] = None; import mha_ext.__main__ as m; sys.exit(m.main(['bench', '--list']))"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120)
+    parts = re.search(r"^bench = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1].replace('"', "").split(", ")
+    assert result.returncode == 2 and result.stderr.strip() == f"The benchmark needs rich: pip install {' '.join(parts)}"
+
+
 def test_self_check_fails_when_a_kernel_is_wrong():
     """The self-check compares with independent truth: with a falsified op it must not succeed."""
     code = """

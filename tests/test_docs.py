@@ -1,4 +1,4 @@
-"""The documents: every Python block runs, and the tutorial's experiments find what it says."""
+"""The documents: every Python block runs and prints what it says, and the tutorial's experiments find what it says."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import torch
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 # A block that can't run alone is announced by the reader's comment <!-- fragment --> in the line before.
-BLOCK = re.compile(r"(<!-- fragment -->\n)?```python\n(.*?)```", re.DOTALL)
+# A block of text right after it is what it prints.
+BLOCK = re.compile(r"(<!-- fragment -->\n)?```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 
 
-def blocks(page: Path) -> list[str]:
-    return [code for fragment, code in BLOCK.findall(page.read_text()) if not fragment]
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return [(code, printed) for fragment, code, printed in BLOCK.findall(page.read_text()) if not fragment]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": "page"}
-    for code in blocks(page):
+    for code, printed in blocks(page):
+        capsys.readouterr()
         exec(compile(code, str(page), "exec"), names)  # noqa: S102
+        if printed:
+            assert capsys.readouterr().out == printed
 
 
 def test_pages_have_blocks():

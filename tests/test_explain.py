@@ -137,3 +137,43 @@ def test_raises_what_attention_raises(wrong):
             function(*qkv(), **wrong)
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "mask,fewest,most,words",
+    [(masks.Window(7, 0), 1, 8, "each query sees 1 to 8 keys"), (masks.Padding(torch.tensor([96, 40])), 40, 96, "each query sees 40 to 96 keys"),
+     (masks.Padding(torch.tensor([9, 9])), 9, 9, "each query sees 9 keys"), (None, 96, 96, None),
+     (masks.Causal() & masks.Documents(torch.arange(96)[None] // 10), 1, 96, "each query sees at most 96 keys")],
+    ids=repr,
+)  # fmt: skip
+def test_how_many_keys_a_query_sees(mask, fewest, most, words):
+    """A window of 7 shows 8 keys: the query's own counts."""
+    plan = explain(*qkv(), mask=mask)
+    assert plan.keys_per_query == (fewest, most)
+    assert (words is None and "each query sees" not in str(plan)) or words in str(plan)
+    if plan.flops_exact:
+        seen = torch.ones(1, 1, 96, 96) if mask is None else mask.to_dense(2, 4, 96, 96)
+        assert (int(seen.sum(-1).min()), int(seen.sum(-1).max())) == (fewest, most)
+
+
+def test_keys_of_packed_sequences():
+    """Rows beyond a sequence's length do not count."""
+    from mha_ext.explain import _visible_pairs
+
+    lengths = torch.tensor([3, 9])
+    for mask, expected in ((masks.Window(4, 0), (1, 5)), (None, (3, 9))):
+        args = masks.lower(mask, 2, 4, 9, 9, lengths.device, (lengths, lengths))
+        assert _visible_pairs(args, 2, 9, 9, (lengths, lengths))[1] == expected
+
+
+def test_advice_where_heads_and_positions_look_swapped():
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    (advice,) = explain(q, k, v).advice
+    assert "96 heads of 4 queries" in advice and "q.transpose(1, 2)" in advice and advice in str(explain(q, k, v))
+    for legal in ({"Sq": 1}, {"Sq": 2, "Sk": 96}, {"Sq": 2, "Sk": 3, "Hk": 2}, {"Sq": 4, "Sk": 4, "Hk": 4}):
+        assert explain(*qkv(**legal)).advice == []
+
+
+def test_a_plan_in_a_notebook():
+    plan = explain(*qkv(), mask=masks.Causal() & masks.Window(3, None))
+    assert plan._repr_html_().startswith("<pre>attention of q [2,4,96,16]") and "&amp; Window" in plan._repr_html_()

@@ -295,3 +295,11 @@ def test_a_huge_window_limit_is_none(limits):
     q = torch.randn(1, 1, 5, 4)
     assert mha_ext.attention(q, q, q, mask=masks.Window(*limits)).equal(mha_ext.attention(q, q, q, mask=small))
     assert mha_ext.explain(q, q, q, mask=masks.Window(*limits)).flops == mha_ext.explain(q, q, q, mask=small).flops
+
+
+def test_a_mask_is_drawn():
+    pytest.importorskip("matplotlib").use("Agg")
+    mask = masks.Causal() & masks.Padding(torch.tensor([7, 3]))
+    ax = mask.plot(7, 9, batch=1)
+    assert torch.equal(torch.tensor(ax.images[0].get_array().data), mask.to_dense(7, 9)[1, 0])
+    assert ax.get_title() == repr(mask) and masks.Window(2, 0).plot(7, 7, ax=ax) is ax and len(ax.images) == 2

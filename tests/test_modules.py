@@ -525,7 +525,7 @@ def test_rope_makes_scores_depend_on_distance_alone():
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_modules_in_training_with_dropout_and_under_autocast(kind):
-    module = nn.SelfAttention(16, 4, dropout=0.5) if kind == "self" else nn.CrossAttention(16, 4, dropout=0.5)
+    module = (nn.SelfAttention if kind == "self" else nn.CrossAttention)(16, 4, dropout=0.5, qk_norm=True)
     inputs = [torch.randn(2, 9, 16) for _ in range(1 + (kind == "cross"))]
     torch.manual_seed(0)
     a = module(*inputs)
@@ -534,9 +534,12 @@ def test_modules_in_training_with_dropout_and_under_autocast(kind):
     assert torch.equal(a, module(*inputs))
     module.eval()
     assert torch.equal(module(*inputs), module(*inputs))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.set_warn_always(True)  # else some come once in a process
         out = module(*inputs)
         out.float().sum().backward()
+        torch.set_warn_always(False)
     assert out.dtype == torch.bfloat16 and all(
         p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters()
     )

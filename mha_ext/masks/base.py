@@ -85,6 +85,18 @@ class Mask(Container):
             visible = torch.ones((), dtype=torch.bool, device=where)
         return visible.expand(B, H, Sq, Sk)
 
+    def plot(self, Sq: int, Sk: int, *, batch: int = 0, head: int = 0, ax: Any = None) -> Any:
+        """Draws what each query (a row) of a batch entry and head sees, dark where it attends, on matplotlib's axes ax or new
+        ones, and returns them."""
+        if ax is None:
+            from matplotlib import pyplot
+
+            ax = pyplot.figure().add_subplot()
+        seen = self.to_dense(Sq, Sk)
+        ax.imshow(seen[batch, head].cpu(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        ax.set(title=repr(self), xlabel="key", ylabel="query")
+        return ax
+
     def _batch_and_heads(self) -> tuple[int, int]:
         """Those of its tensors, which may be 1 for any number."""
         return max((getattr(self, name).shape[0] for name in self.tensors), default=1), 1

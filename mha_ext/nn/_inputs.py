@@ -37,6 +37,15 @@ def base_of_angles(name: str, base: float) -> float:
     return base
 
 
+def normed(norm: nn.RMSNorm | None, x: Tensor) -> Tensor:
+    """norm(x) in x's type, computed in that of the norm's weight: under autocast x is narrower, for which torch has no fused
+    norm and warns."""
+    if norm is None:
+        return x
+    weight = norm.weight
+    return norm(x) if x.dtype == weight.dtype else norm(x.to(weight.dtype)).to(x.dtype)
+
+
 def sequences(x: Tensor, name: str, size: int, projection: Any) -> None:
     """Refuses x that is not [B,S,size], or that the projection does not take."""
     if not isinstance(x, Tensor):

@@ -125,8 +125,7 @@ class CrossAttention(Attention):
             k, v = self.project(context)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         self._check_shares(q, k, v)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        q = _inputs.normed(self.q_norm, q)
         if positions is not None or isinstance(context, ProjectedContext):
             return self._attend_at(q, k, v, mask, bias, positions, return_weights)
         return self._attend(q, k, v, mask, bias, given, return_weights)
@@ -140,7 +139,7 @@ class CrossAttention(Attention):
             k, v = self._parts(context)
         else:
             k, v = self.kv_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
-        return ProjectedContext(k if self.k_norm is None else self.k_norm(k), v)
+        return ProjectedContext(_inputs.normed(self.k_norm, k), v)
 
     def _check_context(self, context: Tensor) -> None:
         projection = self.k_proj if self.kv_proj is None else self.kv_proj

@@ -303,8 +303,7 @@ class SelfAttention(Attention):
         if counts is None and cache is None and self._reads_packed(x):
             return self._attend_packed(x, mask, bias, return_weights)
         q, k, v = self._project(nested.values_of(x, "x") if x.is_nested else x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _inputs.normed(self.q_norm, q), _inputs.normed(self.k_norm, k)
         if self.rope is not None:
             start = 0 if cache is None else cache.lengths
             q, k = self.rope(q, start, position_ids), self.rope(k, start, position_ids)
