@@ -94,7 +94,7 @@ def bench(arguments: list[str]) -> int:
     try:
         from mha_ext._bench.compare import main
     except ModuleNotFoundError as error:
-        print(f"The benchmark needs {error.name}: pip install matplotlib numpy rich tqdm", file=sys.stderr)
+        print(f"The benchmark needs {str(error.name).partition('.')[0]}: pip install matplotlib numpy rich tqdm", file=sys.stderr)
         return 2
     return main(arguments)
 
