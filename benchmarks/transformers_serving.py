@@ -103,8 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         model = llama(args.tiny, getattr(torch, dtype))
         tables = {
             "generate()": lambda model=model: ways_of_generate(model, prompt, tokens),
-            "beams of 4": lambda model=model: ways_of_generate(model, prompt, tokens, num_beams=4),
             "generate_batch()": lambda model=model: ways_of_batching(model, prompt, tokens),
+            "beams of 4": lambda model=model: ways_of_generate(model, prompt // 4, tokens, num_beams=4),
         }
         for title, ways in tables.items():
             if args.only in title:
