@@ -25,8 +25,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": "page"}
-    for needed in re.findall(r"^import (transformers)$", page.read_text(), re.MULTILINE):
-        pytest.importorskip(needed)
+    for needed in re.findall(r"^(?:import|from) (transformers|onnxscript)\b|needs (onnxscript)", page.read_text(), re.MULTILINE):
+        pytest.importorskip("".join(needed))
     for code, printed in blocks(page):
         capsys.readouterr()
         exec(compile(code, str(page), "exec"), names)  # noqa: S102
@@ -34,8 +34,17 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
             assert capsys.readouterr().out == printed
 
 
-def test_pages_have_blocks():
-    assert {p.stem for p in PAGES if blocks(p)} >= {"README", "index", "tutorial", "research", "train", "serve"}
+def test_pages_are_programs():
+    """All of each; fragments, which need several processes, are in one page alone."""
+    without = {"contribute", "cpp"}  # commands; a C++ program, which .ci/run builds and runs
+    assert {p.stem for p in PAGES if p.parent.name == "howto" and not blocks(p)} == without
+    assert {p.stem for p in PAGES if blocks(p)} >= {"README", "index", "tutorial"}
+    assert {p.stem for p in PAGES if "<!-- fragment -->" in p.read_text()} == {"distributed"}
+
+
+def test_the_cpp_page_shows_the_program_that_ci_runs():
+    assert '--8<-- "examples/cpp/attention.cpp"' in (ROOT / "docs" / "howto" / "cpp.md").read_text()
+    assert "build/example/attention" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.fixture
