@@ -1,0 +1,191 @@
+"""Mutation testing, by hand: does a test notice when a line of a file is wrong?
+
+    python tests/mutate.py mha_ext/nn/rope.py -- tests/test_modules.py -k rope
+    python tests/mutate.py mha_ext/explain.py --sample 50 --seconds 600 -- tests/test_explain.py
+
+Each mutant changes one place of the file: a comparison, an operator, a number, `and`/`or`, `not`, min/max, a flag, or a statement that is left
+out. The tests after -- run on each, until one fails; survivors are printed, and end in exit code 1. No file is touched: each mutant is compiled in
+place of the module in a process of its own, forked from one that has torch. Tests that start a Python of their own there see the file as it is.
+
+tests/accepted_mutants.txt lists those that change nothing that matters, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.machinery
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ACCEPTED = Path(__file__).parent / "accepted_mutants.txt"
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.Add, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "all": "any", "any": "all", "cos": "sin", "sin": "cos"}
+# Not what a program does: annotations (all of them strings here), messages, what describes an object.
+SKIPPED = (ast.JoinedStr, ast.AnnAssign, ast.arg)
+DESCRIBING = ("__repr__", "extra_repr")
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in place of a node."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)) and type(node.op) in SWAPS:
+        new = copy.copy(node)
+        new.op = SWAPS[type(node.op)]()
+        yield new
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, (ast.Name, ast.Attribute)):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        if name in NAMES:
+            new = copy.copy(node)
+            setattr(new, "id" if isinstance(node, ast.Name) else "attr", NAMES[name])
+            yield new
+    elif isinstance(node, ast.IfExp):
+        yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+    elif isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)):
+        yield ast.Pass()
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript)):
+        yield ast.Pass()
+
+
+def mutants(tree: ast.Module) -> list[tuple[str, int, str, str, ast.Module]]:
+    """(function, line, before, after, the mutated tree)"""
+    found = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, SKIPPED) or (isinstance(node, ast.FunctionDef) and node.name in DESCRIBING):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            function = f"{function}.{node.name}".lstrip(".")
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list"):
+                continue
+            for i, child in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(child, ast.AST):
+                    continue
+                for new in changes(child):
+                    if isinstance(value, list):
+                        value[i] = new
+                    else:
+                        setattr(node, field, new)
+                    whole = ast.fix_missing_locations(copy.deepcopy(tree))
+                    if isinstance(value, list):
+                        value[i] = child
+                    else:
+                        setattr(node, field, child)
+                    about = child if not isinstance(child, ast.Constant) or isinstance(node, ast.Assign) else node
+                    before = ast.unparse(about).splitlines()[0]
+                    after = ast.unparse(new) if about is child else f"{ast.unparse(child)} + 1" if not isinstance(child.value, bool) else "flipped"
+                    found.append((function, child.lineno, before, after.splitlines()[0], whole))
+                if not isinstance(child, ast.Raise):  # its message
+                    visit(child, function)
+
+    visit(tree, "")
+    return found
+
+
+def run_tests(path: Path, tree: ast.Module | None, arguments: list[str], limit: float) -> int | None:
+    """pytest's exit code in a forked process; None: it took too long."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        if tree is not None:
+            original = importlib.machinery.SourceFileLoader.get_code
+
+            def get_code(loader, name):
+                if Path(loader.path).resolve() == path:
+                    return compile(tree, str(path), "exec", dont_inherit=True)
+                return original(loader, name)
+
+            importlib.machinery.SourceFileLoader.get_code = get_code
+        import pytest
+
+        code = 3
+        try:
+            code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments]))
+        finally:
+            os._exit(code)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def accepted() -> set[tuple[str, ...]]:
+    lines = ACCEPTED.read_text().splitlines() if ACCEPTED.exists() else []
+    return {tuple(part.strip() for part in line.split(" | ")[:4]) for line in lines if line and not line.startswith("#")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--sample", type=int, help="try so many mutants, drawn at random, instead of all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("tests", nargs=argparse.REMAINDER, help="-- and what pytest is given")
+    given = parser.parse_args()
+    arguments = [x for x in given.tests if x != "--"]
+    path = given.file.resolve()
+    name = path.relative_to(ROOT).as_posix()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.chdir(ROOT)
+    import hypothesis  # noqa: F401  # what all tests import, once
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    if run_tests(path, None, arguments, 3600) != 0:
+        print("the tests fail, or there are none, without any mutant")
+        return 2
+    alone = time.monotonic() - start
+    known, found = accepted(), mutants(ast.parse(path.read_text()))
+    new = [m for m in found if (name, m[0], m[2], m[3]) not in known]
+    total = len(new)
+    if given.sample is not None and given.sample < total:
+        new = sorted(random.Random(given.seed).sample(new, given.sample), key=lambda m: m[1])
+    print(f"{name}: {len(found)} mutants, {len(found) - total} accepted, {len(new)} to try; the tests take {alone:.1f} s", flush=True)
+    tried = survivors = 0
+    for function, line, before, after, tree in new:
+        if time.monotonic() - start > given.seconds:
+            break
+        tried += 1
+        code = run_tests(path, tree, arguments, 3 * alone + 20)
+        if code == 0:
+            survivors += 1
+            print(f"{name}:{line} | {function} | {before} | {after}", flush=True)
+    print(f"{survivors} of {tried} survived ({100 * survivors / max(tried, 1):.1f} %)")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
