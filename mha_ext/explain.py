@@ -16,16 +16,6 @@ from ._checks import accumulate_dtype, name_of, text
 from .functional import NOT_PACKED, attention_arguments
 from .masks.base import offset_of
 
-# What may not be combined, with what, and why: docs/support.md shows it.
-REFUSED = (
-    ("return_weights", "attention_varlen, nested tensors", "sequences of different lengths have no weights of one shape"),
-    ("attn_mask", "nested tensors", "a tensor has one shape for all sequences; the masks of mha_ext.masks apply to each"),
-    ("forward-mode differentiation", "any op", "no kernel computes it"),
-    ("pre_mix, post_mix", "a relative bias that requires grad, on a GPU", "its kernel there does not sum over diagonals"),
-    ("rope", "nested tensors", "positions would run on over the sequences"),
-    ("MultiheadAttention masks", "nested tensors", "a tensor has one shape for all sequences"),
-)  # fmt: skip
-
 
 @dataclass
 class Plan:

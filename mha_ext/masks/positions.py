@@ -33,7 +33,9 @@ class Causal(Mask):
 
 
 class Window(Mask):
-    """Query i sees keys i + o - left <= j <= i + o + right, with o = Sk - Sq. None means no limit on that side."""
+    """Query i sees keys i + o - left <= j <= i + o + right, with o = Sk - Sq. None means no limit on that side.
+
+    Its own position counts besides: with right=0, a query sees left + 1 keys."""
 
     def __init__(self, left: int | None, right: int | None):
         self.left, self.right = _limit("left", left), _limit("right", right)

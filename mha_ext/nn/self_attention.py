@@ -170,8 +170,8 @@ class SelfAttention(Attention):
         rope_scaling: for sequences longer than those of training: LinearScaling, NTKScaling, YaRNScaling or Llama3Scaling.
         qk_norm: RMSNorm over the head size on queries and keys, before the rotation (Henry et al., "Query-key
             normalization for Transformers", 2020; here with RMSNorm).
-        window: see that many keys to the left and to the right (with causal: to the left), or a pair (left, right) of
-            which None means no limit (Beltagy et al., "Longformer", 2020).
+        window: see that many keys to the left and to the right (with causal: to the left) besides the query's own, or a
+            pair (left, right) of which None means no limit (Beltagy et al., "Longformer", 2020).
         causal: see no later position.
         dropout: probability of dropping an attention weight while training.
         softcap: c > 0 limits scores to c * tanh(score / c) (Gemma Team, "Gemma 2", 2024).
