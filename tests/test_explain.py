@@ -177,3 +177,62 @@ def test_advice_where_heads_and_positions_look_swapped():
 def test_a_plan_in_a_notebook():
     plan = explain(*qkv(), mask=masks.Causal() & masks.Window(3, None))
     assert plan._repr_html_().startswith("<pre>attention of q [2,4,96,16]") and "&amp; Window" in plan._repr_html_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_memory_is_that_of_outputs_and_workspace(dtype):
+    q, k, v = qkv(dtype=dtype)
+    out, lse, weights = mha_ext.attention(q, k, v, return_lse=True, return_weights=True)
+    plan, more = explain(q, k, v), explain(q, k, v, return_weights=True)
+    assert plan.memory == out.nbytes + 2 * lse.nbytes + plan.workspace[0]
+    assert more.memory - plan.memory == more.bytes_moved - plan.bytes_moved == weights.nbytes
+    strided = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert explain(*strided).memory - plan.memory == q.nbytes + k.nbytes + v.nbytes
+    with torch.autocast("cpu", dtype=torch.float16):
+        cast = explain(q, k, v)
+    if dtype != torch.float64:
+        copies = sum(2 * x.numel() for x in (q, k, v)) if dtype != torch.float16 else 0
+        assert cast.memory == 2 * out.numel() + 2 * lse.nbytes + cast.workspace[0] + copies and len(cast.copies) == 3
+    else:
+        assert cast == plan
+
+
+def test_work_of_talking_heads():
+    """Each mix is a product over heads more."""
+    q, k, v = qkv()
+    pairs, mix = 2 * 96 * 96, torch.eye(4)
+    assert explain(q, k, v).flops == pairs * 4 * 2 * (16 + 8)
+    assert explain(q, k, v, pre_mix=mix).flops == pairs * 4 * 2 * (16 + 8 + 4)
+    both = explain(q, k, v, pre_mix=mix, post_mix=mix)
+    assert both.flops == pairs * 4 * 2 * (16 + 8 + 8) and "attention_mixed_fwd" in both.kernel and "pre_mix" in str(both)
+
+
+def test_amounts_in_words():
+    amount = mha_ext.explain.__globals__["_amount"]
+    for n, words in ((0, "0 B"), (1023, "1.02e+03 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (3 * 2**50, "3 PiB"), (2**70, "1.05e+06 PiB")):
+        assert amount(n, "B") == words
+    assert amount(999, "FLOP", 1000) == "999 FLOP" and amount(2.5e12, "FLOP", 1000) == "2.5 TFLOP"
+    plan = explain(*qkv(), mask=masks.Causal())
+    assert f"{amount(plan.flops, 'FLOP', 1000)} forward (51 % of the unmasked)" in str(plan)
+    assert f"reads and writes {amount(plan.bytes_moved, 'B')};" in str(plan)
+    assert f"scores alone would take {amount(plan.memory_unfused, 'B')}" in str(plan)
+    assert f"allocates {amount(plan.memory, 'B')}, {amount(plan.workspace[0], 'B')} of it workspace ({amount(plan.workspace[1], 'B')} in backward)" in str(plan)
+
+
+def test_threads_in_words():
+    before = torch.get_num_threads()
+    for n, words in ((1, "1 thread\n"), (2, "2 threads\n")):
+        torch.set_num_threads(n)
+        assert words in str(explain(*qkv()))
+    torch.set_num_threads(before)
+    assert "copy         none" in str(explain(*qkv()))
+
+
+@pytest.mark.parametrize(
+    "mask,bias",
+    [(torch.ones(96, 96, dtype=torch.bool).tril(1), None), (torch.rand(2, 1, 1, 96) < 0.5, None), (None, torch.randn(96, 96)),
+     (None, torch.zeros(96, 96, requires_grad=True)), (torch.ones(2, 4, 96, 96, dtype=torch.bool).tril() & (torch.arange(4) > 0)[:, None, None], None)],
+    ids=["nearly causal", "holes", "bias", "learned", "causal in some heads"],
+)  # fmt: skip
+def test_no_advice_where_it_would_be_wrong(mask, bias):
+    assert explain(*qkv(), mask=mask, bias=bias).advice == []
