@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from . import _ops, functional, masks
-from .functional import NOT_PACKED, attention, attention_arguments
+from . import _call, _ops, masks
+from ._ops import Call
+from ._sequences import attention_packed
+from .functional import attention
 from .sdpa import scaled_dot_product_attention
-from .varlen import attention_packed
 
 active = False  # whether a use is
 
@@ -86,7 +87,7 @@ def _sdpa(
                 if key.dim() == value.dim() == 4 and key.shape[2] != value.shape[2]:
                     raise  # torch does not look, and reads beyond the values
                 why = str(refusal)
-        if functional.LOG_PLANS:
+        if _call.listener is not None:
             _tell("scaled_dot_product_attention", why)
     return _composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -140,7 +141,7 @@ def _choice(name: str, key: str, kernel: Callable[..., Any]) -> Callable[..., An
             except (ValueError, TypeError) as refusal:
                 if own is None:
                     raise
-                if functional.LOG_PLANS:
+                if _call.listener is not None:
                     _tell(name, str(refusal))
         if own is None:
             raise NotImplementedError(
@@ -188,21 +189,15 @@ def _flash_for_cpu_backward(
     if _small(query, key, attn_mask):
         return None
     mask, bias = _mask_and_bias(attn_mask, is_causal)
-    q, k, v, bias, args, scale, _, _ = attention_arguments(
-        query, key, value, mask, bias, scale, dropout_p, 0.0, None, None, None, None
-    )
-    modifiers = bias, *args, *NOT_PACKED, None, scale
-    return [_rows_first(x) for x in _gradients(grad_out, q, k, v, out, logsumexp, modifiers)]
+    call = _call.lower(query, key, value, mask=mask, bias=bias, scale=scale)
+    return [_rows_first(x) for x in _gradients(call, grad_out, out, logsumexp)]
 
 
-def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, modifiers: Any) -> Any:
+def _gradients(call: Call, dout: Tensor, out: Tensor, lse: Tensor) -> Any:
     """Those of q, k and v, given torch's logsumexp, which has no second part."""
-    lse, deterministic = lse.contiguous(), torch.are_deterministic_algorithms_enabled()
-    without = None, None
-    softcap, dropout_p, rng_state, need_dbias = 0.0, 0.0, None, False
-    return _ops.attention_bwd(
-        dout, *without, q, k, v, out, lse, torch.zeros_like(lse), *modifiers, softcap, dropout_p, rng_state, need_dbias, deterministic
-    )[:3]  # fmt: skip
+    lse = lse.contiguous()
+    dq, dk, dv, _, _ = _ops.attention_gradients(call, dout, None, out, lse, torch.zeros_like(lse))
+    return dq, dk, dv
 
 
 def _native_multi_head_attention(
@@ -263,8 +258,11 @@ def _varlen_backward(
     mask, sizes = _window(is_causal, window_size_left, window_size_right), (q_starts.shape[0] - 1, q.shape[1], max_q, max_k)
     args = masks.lower(mask, *sizes, q.device, (q_starts.diff(), k_starts.diff()))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    modifiers = None, *args, q_starts, k_starts, max_q, max_k, None, scale
-    return [x[0].transpose(0, 1) for x in _gradients(dout, q, k, v, out, logsumexp[None], modifiers)]
+    call = Call(
+        q, k, v, None, *args, q_starts, k_starts, max_q, max_k, scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return [x[0].transpose(0, 1) for x in _gradients(call, dout, out, logsumexp[None])]
 
 
 def _refuse_unlike_packed(

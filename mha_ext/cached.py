@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _checks, _foreign, _ops, biases, masks
-from .functional import LOG_PLANS, dtensor_rules, log_plan, score_arguments
+from . import _call, _checks, _foreign, _ops, biases, masks
+from ._ops import NOT_PACKED, Call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,20 +99,18 @@ def attention_cached(
     (B, H, Sq), device = q.shape[:3], q.device
     given = q, k, v, mask, bias
     args = masks.lower(mask, B, H, Sq, Sk, device)
-    bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
+    added, scale, sinks = _call.score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if type(softcap) is not float or softcap != 0.0:
         _checks.softcap(softcap)
-    k_scale, v_scale = (_scale(x, n, k, B) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale")))
-    if LOG_PLANS:
-        lowered = bias, args, sinks, None, (scale, softcap, 0.0)
-        log_plan("attention_cached", given, (q, k, v), lowered, Sk=Sk)
+    k_scale, v_scale = _scale(k_scale, "k_scale", k, B), _scale(v_scale, "v_scale", k, B)
+    call = Call(q, k, v, added, *args, *NOT_PACKED, sinks, scale, softcap)
+    if _call.listener is not None:
+        _call.tell(call, "attention_cached", *given, Sk)
     if _checks.is_dtensor(q):
-        args, bias, sinks, block_table, k_scale, v_scale = dtensor_rules().modifiers(
-            q, args, bias, sinks, block_table, k_scale, v_scale
-        )
-    out, lse = _ops.attention_cached(
-        q, k, v, block_table, k_scale, v_scale, page_size, bias, *args, sinks, scale, softcap
-    )
+        rules = _call.sharding()
+        call = rules.replicated_call(call)
+        block_table, k_scale, v_scale = (rules.replicated(x, q) for x in (block_table, k_scale, v_scale))
+    out, lse = _ops.cached_results(call, block_table, k_scale, v_scale, page_size)
     return (out, lse) if return_lse else out
 
 
@@ -151,9 +149,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
             f"q, k, v have dtypes {names}; accepted: one dtype, or k and v int8 or float8_e4m3fn and q float32, "
             "bfloat16 or float16."
         )
-    for x, name in ((k, "k"), (v, "v"), (block_table, "block_table")):
-        if x is not None:
-            _checks.same_device(x, name, q.device)
+    _checks.same_device(k, "k", q.device)
+    _checks.same_device(v, "v", q.device)
+    if block_table is not None:
+        _checks.same_device(block_table, "block_table", q.device)
     if q.is_cuda and _ops.without_cuda is not None:
         raise _checks.no_cuda(_ops.without_cuda)
     if block_table is not None and block_table.shape[0] != q.shape[0]:

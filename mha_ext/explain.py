@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, biases, masks
+from . import _call, _checks, _ops, biases, masks
+from ._call import Given
 from ._checks import accumulate_dtype, name_of, text
-from .functional import NOT_PACKED, attention_arguments
+from ._ops import Call
 from .masks.base import offset_of
 
 
@@ -93,89 +95,62 @@ def explain(
     Raises:
         ValueError, TypeError: what attention would raise.
     """
-    given = (q, k, v)
-    if not all(isinstance(x, Tensor) for x in given):
-        raise _checks.not_tensors("qkv", *given)
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        raise _checks.not_tensors("qkv", q, k, v)
     _checks.flags(return_lse=return_lse, return_weights=return_weights)
-    for x, name in zip(given, "qkv"):
+    for x, name in zip((q, k, v), "qkv"):
         _checks.dense(x, name)
-    q, k, v, added, args, scale, sinks, mixes = attention_arguments(
-        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
-    )
+    call = _call.lower(
+        q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks, pre_mix=pre_mix,
+        post_mix=post_mix, deterministic=deterministic, return_weights=return_weights, draw=False,
+    )  # fmt: skip
     if dropout_p != 0.0 and rng_state is not None:
         _checks.rng_state(rng_state, q.device)
-    numbers = scale, softcap, dropout_p
-    return plan_of(
-        Call("attention", given, (q, k, v), mask, bias, added, args, sinks, mixes, numbers, deterministic, return_weights)
-    )
+    return plan_of(Given("attention", q, k, v, mask, bias), call)
 
 
-@dataclass
-class Call:
-    """A call of one of the functions of attention, its arguments checked and lowered."""
-
-    name: str
-    given: tuple[Tensor, Tensor, Tensor]  # q, k, v of the user
-    heads: tuple[Tensor, Tensor, Tensor]  # [B,H,Sq,D], ... of the op; of packed sequences [1,H,T,D]
-    mask: masks.Mask | Tensor | None  # of the user
-    bias: Tensor | biases.Bias | None  # of the user
-    added: Tensor | None  # the bias of the op
-    args: masks.MaskArgs
-    sinks: Tensor | None
-    mixes: Any
-    numbers: tuple[float, float, float]  # scale, softcap, dropout_p
-    deterministic: bool | None = None
-    return_weights: bool = False
-    packed: Any = NOT_PACKED
-    Sk: int | None = None  # where k and v are pages
-
-    def sizes(self) -> tuple[int, int, int]:
-        """B, Sq, Sk; of packed sequences their number, and bounds of their lengths"""
-        q, k, _ = self.heads
-        if self.packed[0] is not None:
-            return len(self.packed[0]) - 1, *self.packed[2:4]
-        return q.shape[0], q.shape[2], k.shape[2] if self.Sk is None else self.Sk
-
-    def lengths(self) -> tuple[Tensor, Tensor] | None:
-        """Of packed sequences"""
-        return None if self.packed[0] is None else (self.packed[0].diff(), self.packed[1].diff())
-
-    def __str__(self) -> str:
-        (q, k, v), (B, Sq, Sk) = self.given, self.sizes()
-        words = f"{self.name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(self.heads[0].dtype)} on {q.device}"
-        if self.packed[0] is not None:
-            words += f", {B} sequences of up to {Sq} queries and {Sk} keys"
-        elif self.Sk is not None:
-            words += f", up to {Sk} keys in {name_of(k.dtype)}"
-        words += f", mask {_describe(self.mask)}" if self.mask is not None else ""
-        bias = text(self.bias.shape) if isinstance(self.bias, Tensor) else repr(self.bias)
-        return words + (f", bias {bias}" if self.bias is not None else "")
+def _sizes(given: Given, call: Call) -> tuple[int, int, int]:
+    """B, Sq, Sk; of packed sequences their number, and bounds of their lengths"""
+    if call.q_starts is not None:
+        return len(call.q_starts) - 1, call.max_q, call.max_k
+    return call.q.shape[0], call.q.shape[2], call.k.shape[2] if given.keys is None else given.keys
 
 
-def plan_of(call: Call) -> Plan:
+def _in_words(given: Given, call: Call) -> str:
+    (name, q, k, v, mask, bias, keys), (B, Sq, Sk) = given, _sizes(given, call)
+    words = f"{name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(call.q.dtype)} on {q.device}"
+    if call.q_starts is not None:
+        words += f", {B} sequences of up to {Sq} queries and {Sk} keys"
+    elif keys is not None:
+        words += f", up to {keys} keys in {name_of(k.dtype)}"
+    words += f", mask {_describe(mask)}" if mask is not None else ""
+    return words + (f", bias {text(bias.shape) if isinstance(bias, Tensor) else repr(bias)}" if bias is not None else "")
+
+
+def plan_of(given: Given, call: Call) -> Plan:
     """What the call will do. It may look at values."""
-    q, k, v = call.heads
-    (B, Sq, Sk), H, D, Dv = call.sizes(), q.shape[1], q.shape[3], v.shape[3]
-    mixes = [x for x in call.mixes or () if x is not None]
-    kernel, threads, refusals, numbers = _kernel(call)
+    q, k, v = call.q, call.k, call.v
+    (B, Sq, Sk), H, D, Dv = _sizes(given, call), q.shape[1], q.shape[3], v.shape[3]
+    mixes = [x for x in (call.pre_mix, call.post_mix) if x is not None]
+    kernel, threads, refusals, numbers = _kernel(given, call)
     if mixes:
         refusals["attention_fwd"] = (
             "it takes one head at a time; pre_mix and post_mix need all heads of a query at once"
         )
-    lengths = call.lengths()
-    pairs, per_query, exact = _visible_pairs(call.args, B, Sq, Sk, lengths)
+    args, lengths = _ops.mask_of(call), _ops.lengths_of(call)
+    pairs, per_query, exact = _visible_pairs(args, B, Sq, Sk, lengths)
     all_pairs = B * Sq * Sk if lengths is None else int((lengths[0] * lengths[1]).sum())
-    copies, copied = _copies(call.given, call.heads)
+    copies, copied = _copies(given, (q, k, v))
     rows = q.shape[0] * H * q.shape[2]
     statistics = 2 * rows * accumulate_dtype(q.dtype).itemsize  # the logsumexp, and what rounding took from it
     output = rows * Dv * q.element_size() + statistics
     if call.return_weights:
         output += rows * Sk * q.element_size()
-    inputs = q, call.added, call.sinks, *mixes, *call.args[:6]
-    keys = _bytes(k) + _bytes(v) if call.Sk is None else B * k.shape[1] * Sk * (D + Dv) * k.element_size()
+    inputs = q, call.bias, call.sinks, *mixes, *args
+    keys = _bytes(k) + _bytes(v) if given.keys is None else B * k.shape[1] * Sk * (D + Dv) * k.element_size()
     work = 2 * H * (D + Dv + H * len(mixes))  # of one pair of query and key
     return Plan(
-        call=str(call),
+        call=_in_words(given, call),
         kernel=kernel,
         threads=threads,
         refusals=refusals,
@@ -183,41 +158,36 @@ def plan_of(call: Call) -> Plan:
         flops=work * pairs,
         flops_dense=work * all_pairs,
         flops_exact=exact,
-        bytes_moved=sum(_bytes(x) for x in inputs if x is not None) + keys + output,
+        bytes_moved=sum(_bytes(x) for x in inputs if isinstance(x, Tensor)) + keys + output,
         memory=output + copied + numbers.get("workspace", (0,))[0],
         memory_unfused=4 * H * all_pairs,
-        advice=_layout_advice(call) + _advice(call.given, call.args, call.added, Sq, Sk, call.return_weights),
+        advice=_layout_advice(given, call) + _advice(given, args, call.bias, Sq, Sk, call.return_weights),
         keys_per_query=per_query,
         **numbers,
     )
 
 
-def _kernel(call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
+def _kernel(given: Given, call: Call) -> tuple[str, int, dict[str, str], dict[str, Any]]:
     """(kernel, threads, refusals, the numbers of Plan that the CPU kernels have)"""
-    q, k, v = call.heads
-    op = "attention_cached" if call.name == "attention_cached" else "attention_mixed_fwd" if call.mixes else "attention_fwd"
-    scale, softcap, dropout_p = call.numbers
+    q, k, v = call.q, call.k, call.v
+    mixed, dropped = call.pre_mix is not None or call.post_mix is not None, call.dropout_p != 0.0
+    op = "attention_cached" if given.name == "attention_cached" else "attention_mixed_fwd" if mixed else "attention_fwd"
     numbers = {}
     if q.device.type == "cpu":
         threads, kernel, refusals = torch.get_num_threads(), f"{op} on the CPU, {_ops.cpu_isa()}", _cpu_refusals()
         if op != "attention_cached":
-            B, Sq, Sk = call.sizes() if call.packed[0] is None else (1, *call.packed[2:4])  # one sequence at a time
+            B, Sq, Sk = _sizes(given, call)
+            B = B if call.q_starts is None else 1  # one sequence at a time
             sizes = B, q.shape[1], k.shape[1], Sq, Sk, q.shape[3], v.shape[3]
-            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropout_p != 0.0, bool(call.mixes), threads, (None, None))
+            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropped, mixed, threads, (None, None))
             kernel += f", products in {plan['arithmetic']}"
             numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
             for name in ("tasks", "workspace"):
                 numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
         return kernel, threads, refusals, numbers
     if q.device.type == "cuda" and op == "attention_fwd":
-        deterministic = call.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropout_p != 0.0 else None
-        chosen = _ops.attention_kernels(
-            deterministic, q, k, v, call.added, *call.args, *call.packed, call.sinks, scale, softcap, dropout_p, state,
-            False, False,
-        )  # fmt: skip
+        state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropped else None
+        chosen = _ops.attention_kernels(call._replace(rng_state=state, return_weights=False))
         if chosen:
             refusals = {f"*_sm90 {when}": why for when, (_, why) in zip(("forward", "backward"), chosen) if why}
             return " and ".join(name for name, _ in chosen), 1, refusals, numbers
@@ -228,23 +198,28 @@ _logged: set[tuple[Any, ...]] = set()
 _logging = threading.Lock()
 
 
-def log(call: Call) -> None:
+def log(given: Given, call: Call) -> None:
     """Prints the plan of a call to stderr, once for each kind of call; MHA_EXT_LOG=1 has all functions of attention do so.
 
     Not for what has no values to look at: tensors that are traced, transformed, sharded, or part of a captured CUDA graph.
     """
-    q = call.heads[0]
-    if _ops.transforms_active() or not all(type(x) in (Tensor, torch.nn.Parameter) for x in call.given):
+    tensors = given.q, given.k, given.v
+    if _ops.transforms_active() or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
         return
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    strides = tuple(x.stride() for x in call.given)
-    kind = str(call), strides, call.numbers[2], call.return_weights, bool(call.mixes), torch.is_autocast_enabled(q.device.type)
+    strides, mixed = tuple(x.stride() for x in tensors), call.pre_mix is not None or call.post_mix is not None
+    autocast = torch.is_autocast_enabled(call.q.device.type)
+    kind = _in_words(given, call), strides, call.dropout_p, call.return_weights, mixed, autocast
     with _logging:
         first = kind not in _logged
         _logged.add(kind)
     if first:
-        print(f"mha_ext: {plan_of(call)}", file=sys.stderr, flush=True)
+        print(f"mha_ext: {plan_of(given, call)}", file=sys.stderr, flush=True)
+
+
+if os.environ.get("MHA_EXT_LOG", "0") not in ("", "0"):
+    _call.listener = log
 
 
 def _cpu_refusals() -> dict[str, str]:
@@ -256,9 +231,9 @@ def _cpu_refusals() -> dict[str, str]:
     return refusals
 
 
-def _copies(given: Any, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
+def _copies(given: Given, used: tuple[Tensor, ...]) -> tuple[list[str], int]:
     copies, size = [], 0
-    for name, x, y in zip("qkv", given, used):
+    for name, x, y in zip("qkv", (given.q, given.k, given.v), used):
         if y.dtype != x.dtype:
             copies.append(f"{name}: autocast from {name_of(x.dtype)} to {name_of(y.dtype)}")
             size += y.numel() * y.element_size()
@@ -296,17 +271,17 @@ def _visible_pairs(
     return int(visible.sum()), extremes, exact
 
 
-def _layout_advice(call: Call) -> list[str]:
+def _layout_advice(given: Given, call: Call) -> list[str]:
     """Where there are as many key heads as query heads and more of them than positions, [B,S,H,D] was probably meant."""
-    (_, H, Sq, _), (_, Hk, Sk, _) = call.heads[0].shape, call.heads[1].shape
-    if call.packed[0] is not None or call.Sk is not None or H != Hk or not (H > Sq > 0 and Hk > Sk > 0):
+    (_, H, Sq, _), (_, Hk, Sk, _) = call.q.shape, call.k.shape
+    if call.q_starts is not None or given.keys is not None or H != Hk or not (H > Sq > 0 and Hk > Sk > 0):
         return []
     return [
         f"q has {H} heads of {Sq} queries: where that is [B,S,H,D], give q.transpose(1, 2), which is read in place, and so k, v"
     ]
 
 
-def _advice(given: Any, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:
+def _advice(given: Given, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:
     advice = []
     dense = args.mask
     if dense is not None and dense.numel() > 0:
@@ -326,7 +301,7 @@ def _advice(given: Any, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, retur
         advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
     if return_weights:
         advice.append("return_weights stores Sq x Sk weights per head: leave it out where they are not looked at")
-    for name, x in zip("qkv", given):
+    for name, x in zip("qkv", (given.q, given.k, given.v)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             advice.append(f"{name}: transpose heads, not features, so that its last dimension stays contiguous")
     return advice

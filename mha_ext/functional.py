@@ -1,4 +1,4 @@
-"""The functions: they check, lower masks to op arguments, and call the ops.
+"""The functions: what they are given becomes a Call (_call.py), which the ops run.
 
 Shapes: B batch, H query heads, Hk key/value heads (H % Hk == 0), Sq and Sk lengths, D query/key head size, Dv value
 head size. Types: float64, float32, bfloat16, float16; under torch.autocast inputs are cast to its type (float64 stays).
@@ -6,23 +6,17 @@ head size. Types: float64, float32, bfloat16, float16; under torch.autocast inpu
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _checks, _foreign, _ops, biases, masks, nested
+from . import _call, _checks, _foreign, _ops, biases, masks, nested
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ._typing import Options
-
-NOT_PACKED = None, None, 0, 0  # the ops' arguments q_starts, k_starts, max_q, max_k
-# Faster than asking for a device; true where torch doesn't tell.
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-LOG_PLANS = os.environ.get("MHA_EXT_LOG", "0") not in ("", "0")
 
 
 @overload
@@ -128,104 +122,18 @@ def attention(
             pre_mix=pre_mix, post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_lse=return_lse,
             return_weights=return_weights,
         )  # fmt: skip
-    given = q, k, v, mask, bias
-    q, k, v, bias, args, scale, sinks, mixes = attention_arguments(
-        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, pre_mix, post_mix, deterministic
-    )
-    if LOG_PLANS:
-        lowered = bias, args, sinks, mixes, (scale, softcap, dropout_p), deterministic
-        log_plan("attention", given, (q, k, v), lowered, return_weights=return_weights)
-    rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    modifiers = bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, return_weights, deterministic
-    if not (return_lse or return_weights) and mixes is None:
-        return _ops.attention_out(q, k, v, *modifiers)
-    out, lse, _, weights = attention_op(q, k, v, mixes, modifiers)
+    call = _call.lower(
+        q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks, pre_mix=pre_mix,
+        post_mix=post_mix, rng_state=rng_state, deterministic=deterministic, return_weights=return_weights,
+    )  # fmt: skip
+    if _call.listener is not None:
+        _call.tell(call, "attention", q, k, v, mask, bias)
+    if not (return_lse or return_weights) and pre_mix is None and post_mix is None:
+        return _ops.attention_out(call)
+    out, lse, _, weights = _ops.attention_results(call)
     if return_lse:
         return (out, lse, weights) if return_weights else (out, lse)
     return (out, weights) if return_weights else out
-
-
-def log_plan(name: str, given: Any, heads: Any, lowered: Any, **more: Any) -> None:
-    """Prints the plan of a call, once for each kind; see explain.Call. given: (q, k, v, mask, bias) of the user."""
-    if not torch.compiler.is_compiling():
-        from .explain import Call, log
-
-        log(Call(name, given[:3], heads, *given[3:], *lowered, **more))
-
-
-def attention_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: masks.Mask | Tensor | None,
-    bias: Tensor | biases.Bias | None,
-    scale: float | None,
-    dropout_p: float,
-    softcap: float,
-    sinks: Tensor | None,
-    pre_mix: Tensor | None,
-    post_mix: Tensor | None,
-    deterministic: bool | None,
-) -> Any:
-    """Checks what attention was given, tensors q, k, v, and lowers it: (q, k, v, bias, mask arguments, scale, sinks, mixes)."""
-    if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q.device.type, q, k, v)
-    B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
-    args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
-    bias, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
-    mixes = None if pre_mix is None and post_mix is None else mix_arguments(pre_mix, post_mix, q, H)
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        _checks.probability("dropout_p", dropout_p)
-    if _checks.is_dtensor(q):
-        args, bias, sinks, *mixed = dtensor_rules().modifiers(q, args, bias, sinks, *(mixes or ()))
-        mixes = mixed or None
-    if type(softcap) is not float or softcap != 0.0:
-        _checks.softcap(softcap)
-    if deterministic is not None:
-        _checks.flag("deterministic", deterministic)
-    return q, k, v, bias, args, scale, sinks, mixes
-
-
-def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int) -> Any:
-    """(pre_mix, post_mix) as the ops take them, or None where neither was given."""
-    if pre_mix is None and post_mix is None:
-        return None
-    given = ("pre_mix", pre_mix), ("post_mix", post_mix)
-    return tuple(None if x is None else _checks.mix(x, name, q, H) for name, x in given)
-
-
-def attention_op(q: Tensor, k: Tensor, v: Tensor, mixes: Any, modifiers: Any) -> Any:
-    """(out, lse, lse_rest, weights) of the op for these arguments."""
-    if mixes is None:
-        return _ops.attention_fwd(q, k, v, *modifiers)
-    return _ops.attention_mixed_fwd(q, k, v, *mixes, *modifiers)
-
-
-def score_arguments(
-    bias: Tensor | biases.Bias | None,
-    scale: float | None,
-    sinks: Tensor | None,
-    q: Tensor,
-    B: int,
-    H: int,
-    Sq: int,
-    Sk: int,
-) -> Any:
-    """(bias, scale, sinks) as the ops take them, for the types, device and head size of q [..., D]."""
-    if isinstance(bias, biases.Bias):
-        bias = bias.lower(H, Sq, Sk, _checks.accumulate_dtype(q.dtype), q.device)
-    elif bias is not None:
-        bias = _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
-    if scale is None:
-        D = q.shape[-1]
-        scale = D**-0.5 if D > 0 else 1.0
-    else:
-        scale = _checks.scale(scale)
-    if sinks is not None:
-        sinks = _checks.sinks(sinks, q, H)
-    return bias, scale, sinks
 
 
 def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor:
@@ -245,7 +153,7 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
     if bias is not None:
         bias = _parameter(bias, "bias", (x.shape[2],), x)
     if _checks.is_dtensor(x):
-        return dtensor_rules().split_heads(x, num_heads, bias)
+        return _call.sharding().split_heads(x, num_heads, bias)
     return _ops.split_heads(x, num_heads, bias)
 
 
@@ -257,7 +165,7 @@ def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
     if mix is not None:
         mix = _parameter(mix, "mix", (x.shape[1], x.shape[1]), x)
     if _checks.is_dtensor(x):
-        mix = dtensor_rules().replicated(mix, x)
+        mix = _call.sharding().replicated(mix, x)
     return _ops.merge_heads(x, mix)
 
 
@@ -294,8 +202,9 @@ def masked_softmax(
         bias = _checks.bias_tensor(bias, scores.dtype, scores.device, B, H, Sq, Sk)
     _checks.probability("dropout_p", dropout_p)
     if _checks.is_dtensor(scores):
-        args, bias = dtensor_rules().modifiers(scores, args, bias)
-    rng_state = _rng_state(rng_state, scores) if dropout_p != 0.0 else None
+        rules = _call.sharding()
+        args, bias = rules.replicated_mask(args, scores), rules.replicated(bias, scores)
+    rng_state = _call.state_of_dropout(rng_state, scores) if dropout_p != 0.0 else None
     return _ops.masked_softmax_fwd(scores, bias, *args, scale, dropout_p, rng_state)[0]
 
 
@@ -315,31 +224,6 @@ def dropout_mask(
     if _ops.without_cuda is not None and state.is_cuda:
         raise _checks.no_cuda(_ops.without_cuda)
     return _ops.dropout_mask(state, p, B, H, Sq, Sk)
-
-
-def dtensor_rules() -> Any:
-    from .distributed import dtensor  # brings torch.distributed.tensor, which most programs do without
-
-    return dtensor
-
-
-def _autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
-    dtype = torch.get_autocast_dtype(device_type)
-    return [x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in tensors]
-
-
-def cast_by_autocast(*tensors: Any) -> list[Any]:
-    """The tensors as torch.autocast wants them, if it is on for their device; what is no tensor stays."""
-    first = next((x for x in tensors if isinstance(x, Tensor)), None)
-    if first is None or not _any_autocast() or first.is_meta or not torch.is_autocast_enabled(first.device.type):
-        return list(tensors)
-    return [_autocast(first.device.type, x)[0] if isinstance(x, Tensor) else x for x in tensors]
-
-
-def _rng_state(rng_state: Tensor | None, like: Tensor) -> Tensor:
-    if _checks.is_dtensor(like):
-        return dtensor_rules().rng_state(rng_state, like)
-    return _ops.draw_rng_state(like) if rng_state is None else _checks.rng_state(rng_state, like.device)
 
 
 def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._sequences import attention_packed
 
 
 def attention(
@@ -15,8 +16,6 @@ def attention(
 ) -> Any:
     """attention_varlen of jagged q, k, v [N,j,H,D] (ragged_dim 1) or [N,H,j,D] (ragged_dim 2), with nested results: the
     output in q's shape, and the logsumexp [N,j,H] or [N,H,j]."""
-    from .varlen import attention_packed  # which itself takes nested tensors to this module
-
     if options.pop("return_weights", False):
         raise no_weights("q, k, v are")
     (q, q_starts, q_longest), (k, k_starts, k_longest), (v, v_starts, _) = (
@@ -44,8 +43,6 @@ def no_weights(what: str) -> ValueError:
 def attend(q: Tensor, k: Tensor, v: Tensor, x: Any, context: Any, **options: Any) -> Tensor:
     """For modules: heads [1,H,T,D] of the values of nested x (queries) and context (keys, values) to [1,H,T,Dv]. Modules
     project values, not nested tensors, of which torch differentiates few operations."""
-    from .varlen import attention_packed
-
     q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
     (q_starts, q_longest), (k_starts, k_longest) = (
         (t.offsets(), getattr(t, "_maybe_max_seqlen", None)) for t in (x, context)

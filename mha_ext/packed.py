@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checks, _foreign, _ops, biases, masks
-from .functional import LOG_PLANS, NOT_PACKED, _autocast, _rng_state, attention, attention_arguments, log_plan
+from . import _call, _checks, _foreign, _ops, biases, masks
+from .functional import attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,7 +93,7 @@ def attention_qkvpacked(
         _checks.flags(return_lse=return_lse, return_weights=return_weights)
     qkv, num_heads = _as_heads(qkv, num_heads)
     if qkv.device.type != "meta" and torch.is_autocast_enabled(qkv.device.type):
-        (qkv,) = _autocast(qkv.device.type, qkv)
+        (qkv,) = _call.autocast(qkv.device.type, qkv)
     q, k, v = _ops.packed_slices(qkv, num_heads)
     if return_weights or pre_mix is not None or post_mix is not None or _checks.is_dtensor(qkv):
         found = attention(
@@ -102,19 +102,13 @@ def attention_qkvpacked(
             return_weights=return_weights,
         )  # fmt: skip
         return (found[0].transpose(1, 2), *found[1:]) if isinstance(found, tuple) else found.transpose(1, 2)
-    given = q, k, v, mask, bias
-    q, k, v, bias, args, scale, sinks, _ = attention_arguments(
-        q, k, v, mask, bias, scale, dropout_p, softcap, sinks, None, None, deterministic
-    )
-    if LOG_PLANS:
-        lowered = bias, args, sinks, None, (scale, softcap, dropout_p), deterministic
-        log_plan("attention_qkvpacked", given, (q, k, v), lowered)
-    rng_state = _rng_state(rng_state, q) if dropout_p != 0.0 else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse, _ = _ops.attention_packed_fwd(
-        qkv, num_heads, bias, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, rng_state, deterministic
-    )
+    call = _call.lower(
+        q, k, v, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks,
+        rng_state=rng_state, deterministic=deterministic,
+    )  # fmt: skip
+    if _call.listener is not None:
+        _call.tell(call, "attention_qkvpacked", q, k, v, mask, bias)
+    out, lse, _ = _ops.packed_results(call, qkv, num_heads)
     out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _checks, masks, nested
-from .functional import _autocast, attention
+from . import _call, _checks, masks, nested
+from .functional import attention
 
 
 def scaled_dot_product_attention(
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
         if attn_mask.dtype != torch.bool:
             bias = attn_mask
             if torch.is_autocast_enabled(query.device.type):
-                bias = _autocast(query.device.type, bias)[0]
+                bias = _call.autocast(query.device.type, bias)[0]
         else:
             mask = masks.Dense(attn_mask) if mask is None else mask & masks.Dense(attn_mask)
     return attention(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)

@@ -58,7 +58,7 @@ inline void fill_store(AttentionForward& p, AttentionInputs& in, const OptionalT
 template <class Backend>
 std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, OptionalTensor block_table,
                                             OptionalTensor k_scale, OptionalTensor v_scale, int64_t page_size,
-                                            MHA_MASK_PARAMETERS, OptionalTensor sinks, double scale, double softcap) {
+                                            BiasAndMask mask, Scores scores) {
   MHA_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k),
             ", ", shape_text(v), "; the op accepts [B,H,Sq,D], and [B,Hk,Sk,D] or [pages,Hk,page_size,D].");
   check_device(k, "k", q, "q");
@@ -80,15 +80,11 @@ std::tuple<Tensor, Tensor> attention_cached(Tensor q, Tensor k, Tensor v, Option
   check_shape(v, "v", {k.size(0), Hk, k.size(2), -1});
   p.dtype = dtype_of(q, "q");
   p.q = view4(in.q), p.k = view4(in.k), p.v = view4(in.v);
-  p.scale = scale, p.softcap = softcap;
-  MHA_CHECK(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
   fill_store(p, in, block_table, k_scale, v_scale, page_size);
-  fill_sequences(p, in, {std::nullopt, std::nullopt, 0, 0});
-  fill_sinks(p, in, sinks);
-  p.bias_relative = bias && is_relative(*bias);
-  const double dropout_p = 0;
-  const OptionalTensor rng_state;
-  fill_modifiers(p, MHA_MODIFIERS, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
+  fill_sequences(p, in, {});
+  fill_scores(p, in, scores);
+  p.bias_relative = mask.bias && is_relative(*mask.bias);
+  fill_bias_and_mask(p, mask, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
   Tensor out = empty_in_order_of(q, p.Dv), lse = empty_lse(q);
   p.out = view4(out);
   p.lse = lse.data_ptr();

@@ -26,14 +26,13 @@ inline Tensor zeros_dmix(const OptionalTensor& mix, const AttentionProblem& p, c
 
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_mixed_fwd(Tensor q, Tensor k, Tensor v, OptionalTensor pre_mix,
-                                                               OptionalTensor post_mix, MHA_MASK_PARAMETERS,
-                                                               MHA_SEQUENCE_PARAMETERS, double scale, double softcap,
-                                                               double dropout_p, OptionalTensor rng_state,
-                                                               bool return_weights,
+                                                               OptionalTensor post_mix, BiasAndMask mask,
+                                                               Sequences sequences, Scores scores,
+                                                               DropoutArguments dropout, bool return_weights,
                                                                bool /*deterministic: for backward*/) {
   AttentionMixedForward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
+  fill_attention(p, in, mask, sequences, scores, dropout);
   p.pre_mix = mix_data(pre_mix, "pre_mix", p, in);
   p.post_mix = mix_data(post_mix, "post_mix", p, in);
   ForwardOutputs to(p, q, return_weights);
@@ -44,23 +43,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_mixed_fwd(Tensor q, Tensor 
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_mixed_bwd(
     Tensor dout, OptionalTensor dlse, OptionalTensor dweights, Tensor q, Tensor k, Tensor v, Tensor lse,
-    Tensor lse_rest, OptionalTensor pre_mix, OptionalTensor post_mix, MHA_MASK_PARAMETERS, MHA_SEQUENCE_PARAMETERS,
-    double scale, double softcap, double dropout_p, OptionalTensor rng_state, bool need_dbias, bool deterministic) {
+    Tensor lse_rest, OptionalTensor pre_mix, OptionalTensor post_mix, BiasAndMask mask, Sequences sequences,
+    Scores scores, DropoutArguments dropout, bool need_dbias, bool deterministic) {
   AttentionMixedBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
+  fill_attention(p, in, mask, sequences, scores, dropout);
   p.pre_mix = mix_data(pre_mix, "pre_mix", p, in);
   p.post_mix = mix_data(post_mix, "post_mix", p, in);
   fill_backward(p, in, dout, dlse, dweights, lse, lse_rest, deterministic);
-  Gradients to(p, q, k, v, bias, need_dbias);
+  Gradients to(p, q, k, v, mask.bias, need_dbias);
   Tensor dpre_mix = zeros_dmix(pre_mix, p, q, p.dpre_mix), dpost_mix = zeros_dmix(post_mix, p, q, p.dpost_mix);
   Backend::attention_mixed_bwd(p, q);
-  return {to.dq, to.dk, to.dv, to.dbias_like(bias, need_dbias), to.dsinks, dpre_mix, dpost_mix};
+  return {to.dq, to.dk, to.dv, to.dbias_like(mask.bias, need_dbias), to.dsinks, dpre_mix, dpost_mix};
 }
 
 // Registers them for Backend; use inside STABLE_TORCH_LIBRARY_IMPL.
-#define MHA_REGISTER_MIXED_OPS(m, Backend)                                                   \
-  m.impl("attention_mixed_fwd", TORCH_BOX(&mha::torch_layer::attention_mixed_fwd<Backend>)); \
-  m.impl("attention_mixed_bwd", TORCH_BOX(&mha::torch_layer::attention_mixed_bwd<Backend>))
+#define MHA_REGISTER_MIXED_OPS(m, Backend)          \
+  MHA_REGISTER_OP(m, attention_mixed_fwd, Backend); \
+  MHA_REGISTER_OP(m, attention_mixed_bwd, Backend)
 
 }  // namespace mha::torch_layer

@@ -1,23 +1,8 @@
 // The ops, written once over a backend: a struct whose static functions launch the kernels of one device.
 #pragma once
-#include <tuple>
-
 #include "problems.h"
 
 namespace mha::torch_layer {
-
-#define MHA_MASK_PARAMETERS                                                                                     \
-  OptionalTensor bias, OptionalTensor mask, OptionalTensor begin, OptionalTensor end, OptionalTensor query_ids, \
-      OptionalTensor key_ids, OptionalTensor blocks, std::optional<int64_t> left, std::optional<int64_t> right, \
-      bool top_left, int64_t block_size
-#define MHA_SEQUENCE_PARAMETERS \
-  OptionalTensor q_starts, OptionalTensor k_starts, int64_t max_q, int64_t max_k, OptionalTensor sinks
-#define MHA_MODIFIERS                                                                                           \
-  Modifiers {                                                                                                   \
-    bias, mask, begin, end, query_ids, key_ids, blocks, left, right, top_left, block_size, dropout_p, rng_state \
-  }
-#define MHA_SEQUENCES \
-  Sequences { q_starts, k_starts, max_q, max_k }
 
 // The outputs of attention forward, and their places in the problem.
 struct ForwardOutputs {
@@ -35,16 +20,33 @@ struct ForwardOutputs {
 };
 
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, MHA_MASK_PARAMETERS,
-                                                         MHA_SEQUENCE_PARAMETERS, double scale, double softcap,
-                                                         double dropout_p, OptionalTensor rng_state,
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, BiasAndMask mask,
+                                                         Sequences sequences, Scores scores, DropoutArguments dropout,
                                                          bool return_weights, bool /*deterministic: for backward*/) {
   AttentionForward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
+  fill_attention(p, in, mask, sequences, scores, dropout);
   ForwardOutputs to(p, q, return_weights);
   Backend::attention_fwd(p, q);
   return {to.out, to.lse, to.lse_rest, to.weights};
+}
+
+// The same of one tensor [B,S,H+2*Hk,D], whose slices are read in place.
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> attention_packed_fwd(Tensor qkv, int64_t num_heads, BiasAndMask mask,
+                                                        Sequences sequences, Scores scores, DropoutArguments dropout,
+                                                        bool deterministic) {
+  MHA_CHECK(qkv.dim() == 4 && num_heads >= 0 && qkv.size(2) >= num_heads && (qkv.size(2) - num_heads) % 2 == 0,
+            "qkv has shape ", shape_text(qkv), " and num_heads is ", num_heads,
+            "; the op accepts [B,S,num_heads+2*Hk,D].");
+  const int64_t kv_heads = (qkv.size(2) - num_heads) / 2;
+  auto heads = [&](int64_t first, int64_t count) {
+    return torch::stable::transpose(torch::stable::narrow(qkv, 2, first, count), 1, 2);
+  };
+  auto [out, lse, lse_rest, weights] = attention_fwd<Backend>(
+      heads(0, num_heads), heads(num_heads, kv_heads), heads(num_heads + kv_heads, kv_heads), std::move(mask),
+      std::move(sequences), std::move(scores), std::move(dropout), false, deterministic);
+  return {out, lse, lse_rest};
 }
 
 // dout, or out: a tensor of the shape of the output.
@@ -116,35 +118,37 @@ struct Gradients : SummedGradients {
 };
 
 template <class Backend>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
-    Tensor dout, OptionalTensor dlse, OptionalTensor dweights, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-    Tensor lse_rest, MHA_MASK_PARAMETERS, MHA_SEQUENCE_PARAMETERS, double scale, double softcap, double dropout_p,
-    OptionalTensor rng_state, bool need_dbias, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, OptionalTensor dlse,
+                                                                 OptionalTensor dweights, Tensor q, Tensor k, Tensor v,
+                                                                 Tensor out, Tensor lse, Tensor lse_rest,
+                                                                 BiasAndMask mask, Sequences sequences, Scores scores,
+                                                                 DropoutArguments dropout, bool need_dbias,
+                                                                 bool deterministic) {
   AttentionBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
+  fill_attention(p, in, mask, sequences, scores, dropout);
   fill_backward(p, in, dout, dlse, dweights, lse, lse_rest, deterministic);
   p.out = output_view(out, "out", p, in);
-  Gradients to(p, q, k, v, bias, need_dbias);
+  Gradients to(p, q, k, v, mask.bias, need_dbias);
   Backend::attention_bwd(p, q);
-  return {to.dq, to.dk, to.dv, to.dbias_like(bias, need_dbias), to.dsinks};
+  return {to.dq, to.dk, to.dv, to.dbias_like(mask.bias, need_dbias), to.dsinks};
 }
 
 // The same for q, k, v of one length and head size; the gradients lie side by side in one tensor [B,S,H+2*Hk,D].
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor> attention_packed_bwd(Tensor dout, OptionalTensor dlse, OptionalTensor dweights,
                                                         Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                                        Tensor lse_rest, MHA_MASK_PARAMETERS, MHA_SEQUENCE_PARAMETERS,
-                                                        double scale, double softcap, double dropout_p,
-                                                        OptionalTensor rng_state, bool need_dbias, bool deterministic) {
+                                                        Tensor lse_rest, BiasAndMask mask, Sequences sequences,
+                                                        Scores scores, DropoutArguments dropout, bool need_dbias,
+                                                        bool deterministic) {
   AttentionBackward p;
   AttentionInputs in = attention_inputs(q, k, v);
-  fill_attention(p, in, MHA_MODIFIERS, MHA_SEQUENCES, sinks, scale, softcap);
-  MHA_CHECK(!q_starts && p.Sq == p.Sk && p.D == p.Dv, "q, k, v have shapes ", shape_text(q), ", ", shape_text(k), ", ",
-            shape_text(v), "; the op accepts one length and head size, and no packed sequences.");
+  fill_attention(p, in, mask, sequences, scores, dropout);
+  MHA_CHECK(!sequences.q_starts && p.Sq == p.Sk && p.D == p.Dv, "q, k, v have shapes ", shape_text(q), ", ",
+            shape_text(k), ", ", shape_text(v), "; the op accepts one length and head size, and no packed sequences.");
   fill_backward(p, in, dout, dlse, dweights, lse, lse_rest, deterministic);
   p.out = output_view(out, "out", p, in);
-  SummedGradients sums(p, q, bias, need_dbias);
+  SummedGradients sums(p, q, mask.bias, need_dbias);
   const int64_t heads = p.H + 2 * p.Hk;
   Tensor dqkv = empty({p.B, p.Sq, heads, p.D}, q.scalar_type(), q);
   const size_t head_bytes = size_t(p.D) * size_of_element(q.scalar_type());
@@ -154,15 +158,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_packed_bwd(Tensor dout, OptionalTen
   };
   p.dq = slice(0), p.dk = slice(p.H), p.dv = slice(p.H + p.Hk);
   Backend::attention_bwd(p, q);
-  return {dqkv, sums.dbias_like(bias, need_dbias), sums.dsinks};
+  return {dqkv, sums.dbias_like(mask.bias, need_dbias), sums.dsinks};
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor> masked_softmax_fwd(Tensor scores, MHA_MASK_PARAMETERS, double scale, double dropout_p,
-                                              OptionalTensor rng_state) {
+std::tuple<Tensor, Tensor> masked_softmax_fwd(Tensor scores, BiasAndMask mask, double scale, DropoutArguments dropout) {
   MaskedSoftmaxForward p;
   std::vector<Tensor> keep;
-  fill_softmax(p, scores, MHA_MODIFIERS, scale, keep);
+  fill_softmax(p, scores, mask, scale, dropout, keep);
   Tensor out = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores), lse = empty_lse(scores);
   p.out = view4(out);
   p.lse = lse.data_ptr();
@@ -171,11 +174,11 @@ std::tuple<Tensor, Tensor> masked_softmax_fwd(Tensor scores, MHA_MASK_PARAMETERS
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, MHA_MASK_PARAMETERS, double scale,
-                                              double dropout_p, OptionalTensor rng_state, bool need_dbias) {
+std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor lse, BiasAndMask mask, double scale,
+                                              DropoutArguments dropout, bool need_dbias) {
   MaskedSoftmaxBackward p;
   std::vector<Tensor> keep;
-  fill_softmax(p, scores, MHA_MODIFIERS, scale, keep);
+  fill_softmax(p, scores, mask, scale, dropout, keep);
   check_shape(dout, "dout", {p.B, p.H, p.Sq, p.Sk});
   check_device(dout, "dout", scores, "scores");
   check_shape(lse, "lse", {p.B, p.H, p.Sq});
@@ -190,11 +193,11 @@ std::tuple<Tensor, Tensor> masked_softmax_bwd(Tensor dout, Tensor scores, Tensor
   p.dout = view4(dout);
   Tensor dscores = empty({p.B, p.H, p.Sq, p.Sk}, scores.scalar_type(), scores);
   p.dscores = view4(dscores);
-  MHA_CHECK(!need_dbias || bias, "need_dbias is true but there is no bias; pass one.");
-  Tensor dbias = need_dbias ? zeros_dbias(*bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
+  MHA_CHECK(!need_dbias || mask.bias, "need_dbias is true but there is no bias; pass one.");
+  Tensor dbias = need_dbias ? zeros_dbias(*mask.bias, accumulate_type(p.dtype), {p.B, p.H, p.Sq, p.Sk}, p.dbias)
                             : empty({0}, accumulate, scores);
   Backend::masked_softmax_bwd(p, scores);
-  return {dscores, need_dbias ? as_dtype_of(dbias, *bias) : dbias};
+  return {dscores, need_dbias ? as_dtype_of(dbias, *mask.bias) : dbias};
 }
 
 template <class Backend>
@@ -255,16 +258,19 @@ Tensor dropout_mask(Tensor rng_state, double p_drop, int64_t B, int64_t H, int64
   return out;
 }
 
-// Registers all ops for Backend (attention_cached is in cached_ops.h); use inside STABLE_TORCH_LIBRARY_IMPL.
-#define MHA_REGISTER_OPS(m, Backend)                                                           \
-  m.impl("attention_fwd", TORCH_BOX(&mha::torch_layer::attention_fwd<Backend>));               \
-  m.impl("attention_cached", TORCH_BOX(&mha::torch_layer::attention_cached<Backend>));         \
-  m.impl("attention_bwd", TORCH_BOX(&mha::torch_layer::attention_bwd<Backend>));               \
-  m.impl("attention_packed_bwd", TORCH_BOX(&mha::torch_layer::attention_packed_bwd<Backend>)); \
-  m.impl("masked_softmax_fwd", TORCH_BOX(&mha::torch_layer::masked_softmax_fwd<Backend>));     \
-  m.impl("masked_softmax_bwd", TORCH_BOX(&mha::torch_layer::masked_softmax_bwd<Backend>));     \
-  m.impl("split_heads", TORCH_BOX(&mha::torch_layer::split_heads<Backend>));                   \
-  m.impl("merge_heads", TORCH_BOX(&mha::torch_layer::merge_heads<Backend>));                   \
-  m.impl("dropout_mask", TORCH_BOX(&mha::torch_layer::dropout_mask<Backend>))
+// Registers the ops for Backend; use inside STABLE_TORCH_LIBRARY_IMPL. attention_cached is in cached_ops.h.
+#define MHA_REGISTER_OP(m, name, Backend) \
+  m.impl(#name, TORCH_BOX(mha::torch_layer::ungrouped<&mha::torch_layer::name<Backend>>))
+#define MHA_REGISTER_OPS(m, Backend)                 \
+  MHA_REGISTER_OP(m, attention_fwd, Backend);        \
+  MHA_REGISTER_OP(m, attention_packed_fwd, Backend); \
+  MHA_REGISTER_OP(m, attention_cached, Backend);     \
+  MHA_REGISTER_OP(m, attention_bwd, Backend);        \
+  MHA_REGISTER_OP(m, attention_packed_bwd, Backend); \
+  MHA_REGISTER_OP(m, masked_softmax_fwd, Backend);   \
+  MHA_REGISTER_OP(m, masked_softmax_bwd, Backend);   \
+  MHA_REGISTER_OP(m, split_heads, Backend);          \
+  MHA_REGISTER_OP(m, merge_heads, Backend);          \
+  MHA_REGISTER_OP(m, dropout_mask, Backend)
 
 }  // namespace mha::torch_layer

@@ -1,27 +1,11 @@
 // Builds the problem structs of the contract from op arguments, with every check. Shared by the CPU and the CUDA ops.
 #pragma once
-#include "tensors.h"
+#include "arguments.h"
 
 namespace mha::torch_layer {
 
-// The mask, bias and dropout arguments that the attention and softmax ops have in common.
-struct Modifiers {
-  OptionalTensor bias, mask, begin, end, query_ids, key_ids, blocks;
-  std::optional<int64_t> left, right;
-  bool top_left;
-  int64_t block_size;
-  double dropout_p;
-  OptionalTensor rng_state;
-};
-
 struct ScoreShape {
   int64_t B, H, Sq, Sk;
-};
-
-// Packed sequences: where they start in q and k, [B+1], and bounds of their lengths. Without starts, nothing.
-struct Sequences {
-  OptionalTensor q_starts, k_starts;
-  int64_t max_q, max_k;
 };
 
 inline const int64_t* int64_data(const Tensor& t, const char* name, const Tensor& like) {
@@ -49,7 +33,7 @@ inline void fill_ids(const OptionalTensor& t, const char* name, int64_t B, int64
   stride_b = keep.back().size(0) == 1 ? 0 : keep.back().stride(0);
 }
 
-inline Mask build_mask(const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
+inline Mask build_mask(const BiasAndMask& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
   Mask mask;
   int64_t diagonal = n.Sk - n.Sq;
   // Limits beyond any length act as none; clamping keeps the sums below from overflowing. The blocks of a ring have
@@ -117,9 +101,9 @@ inline void fill_rng_state(Dropout& dropout, const Tensor& rng_state, const Tens
               "; the op accepts multiples of 4.");
 }
 
-// Fills what AttentionProblem and MaskedSoftmaxProblem have in common.
+// Here and below, Problem is AttentionProblem or MaskedSoftmaxProblem.
 template <class Problem>
-void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
+void fill_bias_and_mask(Problem& p, const BiasAndMask& m, ScoreShape n, const Tensor& like, std::vector<Tensor>& keep) {
   p.mask = build_mask(m, n, like, keep);
   if (m.bias) {
     if (is_relative(*m.bias))
@@ -135,11 +119,15 @@ void fill_modifiers(Problem& p, const Modifiers& m, ScoreShape n, const Tensor& 
     keep.push_back(is_relative(*m.bias) ? unit_last_stride(*m.bias) : *m.bias);
     p.bias = view_bias(keep.back(), n);
   }
-  MHA_CHECK(m.dropout_p >= 0 && m.dropout_p <= 1, "dropout_p is ", m.dropout_p, "; it must lie in [0, 1].");
-  p.dropout.p = m.dropout_p;
-  if (m.dropout_p > 0) {
-    MHA_CHECK(m.rng_state.has_value(), "dropout_p is ", m.dropout_p, " but rng_state is missing; pass int64[2].");
-    fill_rng_state(p.dropout, *m.rng_state, like, keep);
+}
+
+template <class Problem>
+void fill_dropout(Problem& p, const DropoutArguments& d, const Tensor& like, std::vector<Tensor>& keep) {
+  MHA_CHECK(d.dropout_p >= 0 && d.dropout_p <= 1, "dropout_p is ", d.dropout_p, "; it must lie in [0, 1].");
+  p.dropout.p = d.dropout_p;
+  if (d.dropout_p > 0) {
+    MHA_CHECK(d.rng_state.has_value(), "dropout_p is ", d.dropout_p, " but rng_state is missing; pass int64[2].");
+    fill_rng_state(p.dropout, *d.rng_state, like, keep);
   }
 }
 
@@ -197,7 +185,11 @@ inline void fill_sequences(AttentionProblem& p, AttentionInputs& in, const Seque
   p.q.stride[0] = p.k.stride[0] = p.v.stride[0] = 0;
 }
 
-inline void fill_sinks(AttentionProblem& p, AttentionInputs& in, const OptionalTensor& sinks) {
+inline void fill_scores(AttentionProblem& p, AttentionInputs& in, const Scores& s) {
+  p.scale = s.scale;
+  MHA_CHECK(s.softcap >= 0, "softcap is ", s.softcap, "; it must be positive, or 0 for none.");
+  p.softcap = s.softcap;
+  const OptionalTensor& sinks = s.sinks;
   if (!sinks) return;
   check_shape(*sinks, "sinks", {p.H});
   check_device(*sinks, "sinks", in.q, "q");
@@ -208,23 +200,21 @@ inline void fill_sinks(AttentionProblem& p, AttentionInputs& in, const OptionalT
   p.sinks = in.keep.back().data_ptr();
 }
 
-inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const Modifiers& m, const Sequences& sequences,
-                           const OptionalTensor& sinks, double scale, double softcap) {
+inline void fill_attention(AttentionProblem& p, AttentionInputs& in, const BiasAndMask& m, const Sequences& sequences,
+                           const Scores& scores, const DropoutArguments& dropout) {
   p.B = in.q.size(0), p.H = in.q.size(1), p.Hk = in.k.size(1);
   p.Sq = in.q.size(2), p.Sk = in.k.size(2), p.D = in.q.size(3), p.Dv = in.v.size(3);
   p.dtype = dtype_of(in.q, "q");
   p.q = view4(in.q), p.k = view4(in.k), p.v = view4(in.v);
-  p.scale = scale;
-  MHA_CHECK(softcap >= 0, "softcap is ", softcap, "; it must be positive, or 0 for none.");
-  p.softcap = softcap;
   fill_sequences(p, in, sequences);
-  fill_sinks(p, in, sinks);
+  fill_scores(p, in, scores);
   p.bias_relative = m.bias && is_relative(*m.bias);
-  fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
+  fill_bias_and_mask(p, m, {p.B, p.H, p.Sq, p.Sk}, in.q, in.keep);
+  fill_dropout(p, dropout, in.q, in.keep);
 }
 
-inline void fill_softmax(MaskedSoftmaxProblem& p, const Tensor& scores, const Modifiers& m, double scale,
-                         std::vector<Tensor>& keep) {
+inline void fill_softmax(MaskedSoftmaxProblem& p, const Tensor& scores, const BiasAndMask& m, double scale,
+                         const DropoutArguments& dropout, std::vector<Tensor>& keep) {
   check_shape(scores, "scores", {-1, -1, -1, -1});
   p.B = scores.size(0), p.H = scores.size(1), p.Sq = scores.size(2), p.Sk = scores.size(3);
   p.dtype = dtype_of(scores, "scores");
@@ -232,7 +222,8 @@ inline void fill_softmax(MaskedSoftmaxProblem& p, const Tensor& scores, const Mo
   p.scale = scale;
   MHA_CHECK(!m.bias || !is_relative(*m.bias), "bias has shape ", shape_text(*m.bias),
             "; this op accepts four dimensions.");
-  fill_modifiers(p, m, {p.B, p.H, p.Sq, p.Sk}, scores, keep);
+  fill_bias_and_mask(p, m, {p.B, p.H, p.Sq, p.Sk}, scores, keep);
+  fill_dropout(p, dropout, scores, keep);
 }
 
 inline Tensor empty_lse(const Tensor& q) {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import packed_slices
+from .arguments import names_of, packed_slices
 
 
 def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int) -> int:
@@ -24,7 +24,7 @@ def _pairs(q: Tensor, k: Tensor, q_starts: Tensor | None, k_starts: Tensor | Non
     return q.shape[1] * int((q_starts.diff() * k_starts.diff()).sum())
 
 
-def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any = None) -> int:
+def _attention_flops(names: Sequence[str], backward: bool, *args: Any, out_val: Any = None) -> int:
     """Forward: q k^T and the weighted sum of v; backward: q k^T again, dq and dk, dout v^T and dv.
 
     Mixing heads is a product over H for each pair; backward repeats it and has two products more.
@@ -46,8 +46,7 @@ def _attention_flops(names: list[str], backward: bool, *args: Any, out_val: Any 
 _NAMES = (f"attention_{kind}{way}" for kind in ("", "mixed_", "packed_") for way in ("fwd", "bwd"))
 for _name in (*_NAMES, "attention_cached"):
     _op = getattr(torch.ops.mha_ext, _name)
-    _names = [argument.name for argument in _op.default._schema.arguments]
-    register_flop_formula(_op, get_raw=True)(functools.partial(_attention_flops, _names, _name.endswith("_bwd")))
+    register_flop_formula(_op, get_raw=True)(functools.partial(_attention_flops, names_of(_name), _name.endswith("_bwd")))
 
 
 @register_flop_formula(torch.ops.mha_ext.merge_heads)

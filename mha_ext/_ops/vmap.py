@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import part_of_state
+from .arguments import Arguments
+from .rng import part_of_state
 
-Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments' names, info, in_dims, *args) -> (outputs, dims)
+Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments, info, in_dims, *args) -> (outputs, dims)
 
 # Their first dimension may be 1 where the others' is B.
 _BROADCASTING = {"bias", "mask", "begin", "end", "query_ids", "key_ids", "blocks"}
@@ -23,13 +24,13 @@ def _fold(x: Tensor, dim: int | None, n: int, B: int) -> Tensor:
 
 
 def by_folding(
-    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
+    call: Callable[..., Any], arguments: Arguments, info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[Any, Any]:
-    n, dims, given = info.batch_size, dict(zip(names, in_dims)), dict(zip(names, args))
+    n, dims, given = info.batch_size, dict(zip(arguments.names, in_dims)), dict(zip(arguments.names, args))
     # Where the first dimension isn't all of the batch, or all mapped problems drop the same, or each has a state.
     own_states = given.get("dropout_p", 0.0) > 0 and (info.randomness == "same" or dims["rng_state"] is not None)
     if given.get("q_starts") is not None or given.get("sinks") is not None or own_states:
-        return by_looping(call, names, info, in_dims, *args)
+        return by_looping(call, arguments, info, in_dims, *args)
     main = "q" if "q" in given else "scores"
     B = given[main].movedim(dims[main], 0).shape[1] if dims[main] is not None else given[main].shape[0]
     need_dbias = given.get("need_dbias", False)
@@ -45,17 +46,17 @@ def by_folding(
         if x.dim() > 1:  # not a placeholder
             outputs[i] = x.unflatten(0, (n, B))
     if need_dbias and B != 1 and given["bias"].shape[1 if dims["bias"] == 0 else 0] == 1:
-        dbias = 3 if main == "q" else 1
+        dbias = arguments.results.index("dbias")
         outputs[dbias] = outputs[dbias].sum(1, keepdim=True)
     return tuple(outputs), tuple(0 if x.dim() > 1 else None for x in outputs)
 
 
 def by_looping(
-    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], *args: Any
+    call: Callable[..., Any], arguments: Arguments, info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[Any, Any]:
     def problem(i: int) -> dict[str, Any]:
-        given = {name: x if d is None else x.select(d, i) for name, x, d in zip(names, args, in_dims)}
-        shared = given.get("dropout_p", 0.0) > 0 and in_dims[list(names).index("rng_state")] is None
+        given = {name: x if d is None else x.select(d, i) for name, x, d in zip(arguments.names, args, in_dims)}
+        shared = given.get("dropout_p", 0.0) > 0 and in_dims[arguments.place["rng_state"]] is None
         if shared and info.randomness == "different":  # as in one batch of all of them
             starts = given.get("q_starts")
             B = given["q" if "q" in given else "scores"].shape[0] if starts is None else len(starts) - 1
@@ -69,9 +70,9 @@ def by_looping(
 
 
 def heads(
-    call: Callable[..., Any], names: Sequence[str], info: Any, in_dims: Sequence[int | None], x: Tensor, *args: Any
+    call: Callable[..., Any], arguments: Arguments, info: Any, in_dims: Sequence[int | None], x: Tensor, *args: Any
 ) -> tuple[Any, Any]:
     if in_dims[0] is not None and not any(d is not None for d in in_dims[1:]):
         x = x.movedim(in_dims[0], 0)
         return call(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
-    return by_looping(call, names, info, in_dims, x, *args)
+    return by_looping(call, arguments, info, in_dims, x, *args)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from .. import _checks, _ops, biases, masks
-from ..functional import NOT_PACKED, _rng_state, attention_arguments
+from .. import _call, _checks, _ops, biases, masks
+from .._ops import Call
 from ..merge import weights_of_parts
 from .agreement import FIELDS, lengths_if_agreed, wait
 from .sequence import Piece, bias_of_block, check_layout, last_step, mask_of_block, pieces_of, refuse_other_masks
@@ -102,9 +102,10 @@ def ring_attention(
         check_layout(layout)
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             raise _checks.not_tensors("qkv", q, k, v)
-        q, k, v, _, _, factor, sinks, *_ = attention_arguments(
-            q, k, v, None, None, scale, dropout_p, softcap, sinks, None, None, deterministic
+        local = _call.lower(
+            q, k, v, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=sinks, deterministic=deterministic, draw=False
         )
+        q, k, v, sinks, factor = local.q, local.k, local.v, local.sinks, local.scale
         if _checks.is_dtensor(q):
             raise TypeError("q is a DTensor; accepted: this process's part as a plain tensor: use q.to_local().")
         lengths = q.shape[2], k.shape[2]
@@ -113,7 +114,7 @@ def ring_attention(
         needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         whole = masks.Dense(mask) if isinstance(mask, Tensor) else mask
         values = *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype, needs_gradients, sinks is not None
-        state = _rng_state(rng_state, q.new_empty(0, device="cpu")) if dropout_p != 0.0 else None
+        state = _call.state_of_dropout(rng_state, q.new_empty(0, device="cpu")) if dropout_p != 0.0 else None
         drawn = drawn if state is None else _ops.part_of_state(state).tolist()
         form = dict(zip(FIELDS, (*values, float(factor), float(softcap), layout, repr(whole), known_bias, float(dropout_p))))
     except Exception as error:  # noqa: BLE001  (raised once the other processes know)
@@ -121,10 +122,8 @@ def ring_attention(
     everyones, drawn = lengths_if_agreed(form, lengths, drawn, group, timeout)
     if problem is not None:
         raise problem
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     state = torch.tensor(drawn, device=q.device) if dropout_p != 0.0 else None
-    plan = _plan(ring, q, k, whole, everyones, layout, (factor, softcap, dropout_p), deterministic, state)
+    plan = _plan(ring, q, k, whole, everyones, layout, (factor, softcap, dropout_p), local.deterministic, state)
     out, lse = _RingAttention.apply(q, k, v, _bias_of_whole(bias, plan, q), sinks, plan)
     return (out, lse) if return_lse else out
 
@@ -194,11 +193,17 @@ class _Plan:
     deterministic: bool
     rng_state: Tensor | None  # [6], of the whole
 
-    def state(self, queries: Piece, keys: Piece) -> Tensor | None:
-        """That of dropout for a block."""
-        if self.rng_state is None:
-            return None
-        return _ops.part_of_state(self.rng_state, query=queries.start, key=keys.start)
+    def block(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rows: Piece, columns: Piece, args: masks.MaskArgs
+    ) -> Call:  # fmt: skip
+        """The call of a block of this process's queries and a process's keys."""
+        scale, softcap, dropout_p = self.numbers
+        state = self.rng_state
+        return Call(
+            rows.of(q), columns.of(k), columns.of(v), bias_of_block(bias, rows, columns, self.Sq), *args, scale=scale,
+            softcap=softcap, dropout_p=dropout_p, deterministic=self.deterministic,
+            rng_state=None if state is None else _ops.part_of_state(state, query=rows.start, key=columns.start),
+        )  # fmt: skip
 
     def source(self, step: int) -> int:
         return (self.ring.rank - step) % self.ring.size
@@ -297,10 +302,8 @@ def _forward(
     begun = set()
     for source, keys, values in plan.rotate(k, v):
         for rows, columns, args in plan.blocks(source):
-            part = _ops.attention_fwd(
-                rows.of(q), columns.of(keys), columns.of(values), bias_of_block(bias, rows, columns, plan.Sq), *args,
-                *NOT_PACKED, None, *plan.numbers, plan.state(rows, columns), False, plan.deterministic,
-            )[:3]  # fmt: skip
+            block = plan.block(q, keys, values, bias, rows, columns, args)
+            part = _ops.attention_results(block)[:3]
             sums = rows.of(out), rows.of(lse), rows.of(rest)
             if rows in begun:
                 weights, _, *merged = weights_of_parts(*zip(sums[1:], part[1:]))
@@ -332,14 +335,13 @@ def _backward(
         packed = plan.buffer(source, k, v, accumulate).zero_()
         dk, dv = plan.split(packed, source, k, v)
         for rows, columns, args in plan.blocks(source):
-            gradients = _ops.attention_bwd(
-                rows.of(dout), None if dlse is None else rows.of(dlse), None, rows.of(q), columns.of(keys), columns.of(values),
-                rows.of(out), rows.of(lse), rows.of(rest), bias_of_block(bias, rows, columns, plan.Sq), *args, *NOT_PACKED, None,
-                *plan.numbers, plan.state(rows, columns), dbias is not None, plan.deterministic,
+            dq_part, dk_part, dv_part, dbias_part, _ = _ops.attention_gradients(
+                plan.block(q, keys, values, bias, rows, columns, args), rows.of(dout), None if dlse is None else rows.of(dlse),
+                rows.of(out), rows.of(lse), rows.of(rest), need_dbias=dbias is not None,
             )  # fmt: skip
             if dbias is not None:
-                bias_of_block(dbias, rows, columns, plan.Sq).add_(gradients[3])
-            for total, gradient in zip((rows.of(dq), columns.of(dk), columns.of(dv)), gradients):
+                bias_of_block(dbias, rows, columns, plan.Sq).add_(dbias_part)
+            for total, gradient in zip((rows.of(dq), columns.of(dk), columns.of(dv)), (dq_part, dk_part, dv_part)):
                 total.add_(gradient)
         if coming is not None:
             packed += ring.finish(coming)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _checks, biases, masks
+from .._call import cast_by_autocast, mix_arguments, score_arguments
 from ..cached import QUANTISED, attention_cached, quantise, scales_of
-from ..functional import attention, cast_by_autocast, mix_arguments, score_arguments
+from ..functional import attention
 from ..masks.places import Lowered, Places, at
 from ._cache_checks import (
     an_order,

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from .. import _checks
-from .._ops import draw_rng_state, part_of_state
 from ..masks import MaskArgs
+from .arguments import Call, mask_of
+from .rng import draw_rng_state, part_of_state
 
 Sharding = tuple[list[Placement], list[Any]]  # of the outputs, of the inputs
 BATCH, HEADS = 0, 1
@@ -133,8 +134,8 @@ def rng_state(state: Tensor | None, like: Any) -> Tensor:
     return replicated(states, like)  # type: ignore[return-value]
 
 
-def modifiers(like: Any, args: MaskArgs, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The mask's arguments, and other tensors that come with like, as DTensors."""
+def replicated_mask(args: MaskArgs, like: Any) -> MaskArgs:
+    """The mask's arguments as DTensors."""
     begin: Any = args.begin
     end: Any = args.end
     if (begin is None) != (end is None):
@@ -143,8 +144,15 @@ def modifiers(like: Any, args: MaskArgs, *tensors: Tensor | None) -> tuple[Any, 
         begin = end.new_zeros(()).expand(1, 1) if begin is None else begin
         end = begin.new_full((1, 1), keys) if end is None else end
     args = args._replace(begin=begin, end=end)
-    args = MaskArgs._make(replicated(x, like) if isinstance(x, Tensor) else x for x in args)
-    return args, *(replicated(x, like) for x in tensors)
+    return MaskArgs._make(replicated(x, like) if isinstance(x, Tensor) else x for x in args)
+
+
+def replicated_call(call: Call) -> Call:
+    """A call whose q is a DTensor, with all that modifies it as DTensors."""
+    mask = dict(zip(MaskArgs._fields, replicated_mask(mask_of(call), call.q)))
+    given: dict[str, Any] = {**dict(zip(Call._fields, call)), **mask}
+    others = {name: replicated(x, call.q) for name, x in given.items() if isinstance(x, Tensor) and name not in ("q", "k", "v")}
+    return Call(**{**given, **others})
 
 
 def split_heads(x: Tensor, num_heads: int, bias: Tensor | None) -> Tensor:
