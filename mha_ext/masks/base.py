@@ -93,7 +93,7 @@ class Mask(Container):
 
             ax = pyplot.figure().add_subplot()
         seen = self.to_dense(Sq, Sk)
-        ax.imshow(seen[batch, head].cpu(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        ax.imshow(seen[batch, head].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         ax.set(title=repr(self), xlabel="key", ylabel="query")
         return ax
 
