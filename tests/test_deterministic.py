@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
@@ -71,11 +72,23 @@ def test_torchs_flag_in_calls_of_torchs_function(torchs_flag):
     assert [answer for name, answer in mode.found if "bwd" in name] == [torchs_flag], mode.found
 
 
-def test_torchs_flag_in_torchs_fused_op(torchs_flag, monkeypatch):
-    """As compiled and exported programs call it, where torch's dispatcher calls ours."""
-    answers, backward = [], mha_ext._ops.attention_bwd
-    monkeypatch.setattr(mha_ext._ops, "attention_bwd", lambda *args: answers.append(args[-1]) or backward(*args))
+def fused(x):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+
+
+def packed(x):
+    packed, starts = x[0].transpose(0, 1), torch.tensor([0, 100, 300], dtype=torch.int32)
+    return varlen_attn(packed, packed, packed, starts, starts, 200, 200)
+
+
+@pytest.mark.parametrize("function", [fused, packed])
+def test_torchs_flag_in_torchs_ops(function, torchs_flag, monkeypatch):
+    """As compiled and exported programs call them, where torch's dispatcher calls ours."""
+    from mha_ext._ops import calls
+
+    answers, backward = [], calls.attention_bwd
+    monkeypatch.setattr(calls, "attention_bwd", lambda *args: answers.append(args[-1]) or backward(*args))
     x = torch.randn(1, 2, 300, 16, requires_grad=True)
     with mha_ext.use_for_sdpa():
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0].sum().backward()
+        function(x).sum().backward()
     assert answers == [torchs_flag]
