@@ -1,10 +1,12 @@
-"""Who may import whom in mha_ext: a module imports its own layer, without circles, and the layers below."""
+"""Who may import whom in mha_ext: a module imports its own layer, without circles, and the layers below. And that Call is what
+the schemas say."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,3 +127,13 @@ def test_finds_a_circle():
 def test_only_these_use_torch_library():
     using = {name.split(".")[0] for name, source in sources().items() if "torch.library." in source or "register_sharding" in source}
     assert using == {"_ops", "_aten"}
+
+
+def test_a_call_is_checked_against_the_schemas(monkeypatch):
+    arguments = mha_ext._ops.arguments
+    arguments._check()
+    kinds = arguments.Call.__annotations__
+    for others in ({**kinds, "left": kinds["mask"]}, dict(reversed(kinds.items()))):  # another type, another order
+        monkeypatch.setattr(arguments, "Call", SimpleNamespace(__annotations__=others))
+        with pytest.raises(ImportError, match="build it anew"):
+            arguments._check()

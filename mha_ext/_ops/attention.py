@@ -49,7 +49,8 @@ def gradients_of(ctx: Any, need_dbias: bool, dout: Gradient, dlse: Gradient, dwe
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save(ctx, inputs, output, FORWARD.named(inputs).return_weights)
-    ctx.mark_non_differentiable(output[2])
+    _, _, lse_rest, _ = output
+    ctx.mark_non_differentiable(lse_rest)
 
 
 def _fwd_backward(ctx: Any, dout: Gradient, dlse: Gradient, _: Gradient, dweights: Gradient) -> tuple[Any, ...]:

@@ -17,8 +17,9 @@ BACKWARD = Arguments("attention_packed_bwd", unsaved=("out", "lse", "lse_rest"))
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, lse_rest = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(lse_rest)
     FORWARD.save(ctx, inputs, *output)
 
 
