@@ -59,7 +59,7 @@ struct Stopped {};
 
 // Returns when `turn` has come to `number`. A task may wait for what tasks with lower numbers do, where tasks are taken
 // in order: the lowest of those that are under way waits for nobody, so one always goes on, however few threads there
-// are. Who waits gives the processor away: at first to whoever is ready, then for times that grow.
+// are. Who waits for long gives the processor away.
 void wait_longer(const Turn& turn, int64_t number, const std::atomic<bool>& stopped);
 inline void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
   if (turn.now.load(std::memory_order_acquire) < number) wait_longer(turn, number, stopped);

@@ -1,0 +1,172 @@
+// The dealing of tasks to threads, turns, and what the simulation of many threads says of attention's tasks.
+#include <atomic>
+#include <cstdio>
+#include <stdexcept>
+#include <thread>
+
+#include "../../csrc/cpu/schedule.h"
+#include "harness.h"
+
+namespace {
+
+using harness::check;
+using namespace mha::cpu;
+
+void test_every_task_once() {
+  for (Share share : {Share::runs, Share::dealt, Share::in_order}) {
+    for (int threads : {1, 2, 3, 64, 100}) {
+      for (int64_t tasks : {0, 1, 2, 5, 64, 1000}) {
+        Deal deal(threads, tasks, share);
+        std::vector<int> taken(size_t(tasks), 0), at(size_t(threads), 0);
+        int64_t last = -1;
+        bool ordered = true;
+        for (int turn = 0, idle = 0; idle < threads; ++turn) {
+          const int64_t task = deal.take(turn % threads, at[size_t(turn % threads)]);
+          idle = task < 0 ? idle + 1 : 0;
+          if (task < 0) continue;
+          ++taken[size_t(task)];
+          ordered &= task > last;
+          last = task;
+        }
+        bool once = true;
+        for (int n : taken) once &= n == 1;
+        check(once, "each of " + std::to_string(tasks) + " tasks is taken once");
+        if (share == Share::in_order) check(ordered, "tasks that may wait are taken in order");
+      }
+    }
+  }
+}
+
+double simulated(int threads, const std::vector<double>& costs, Share share) {
+  auto finish = [](void* context, int64_t task, double start) {
+    return start + (*static_cast<const std::vector<double>*>(context))[size_t(task)];
+  };
+  return simulate(threads, int64_t(costs.size()), share, finish, const_cast<std::vector<double>*>(&costs));
+}
+
+void test_simulation() {
+  check(simulated(1, {1, 2, 3}, Share::runs) == 6, "one thread does all");
+  check(simulated(2, {1, 1, 1}, Share::in_order) == 2, "three equal tasks take two threads two times");
+  check(simulated(2, {3, 1, 1, 1}, Share::in_order) == 3, "the long one first");
+  check(simulated(2, {1, 1, 1, 3}, Share::in_order) == 4, "the long one last");
+  check(simulated(2, {1, 1, 4, 4}, Share::runs) == 6, "runs: one is done early and helps");
+  check(simulated(2, {1, 1, 4, 4}, Share::dealt) == 5, "dealt in turn");
+  check(simulated(8, {}, Share::runs) == 0, "nothing takes no time");
+}
+
+// Tasks of which each adds to a sum after the one before. `live` threads do the work of `asked`, one body after the
+// other, as a pool does that has fewer threads than it was asked for.
+struct Chain {
+  static constexpr int64_t kTasks = 300;
+  Deal deal;
+  Turn turn;
+  std::atomic<bool> stopped{false};
+  std::vector<int64_t> order;
+  int64_t throws_at;
+  std::atomic<int> left_off{0};
+
+  Chain(int asked, int64_t throws) : deal(asked, kTasks, Share::in_order), throws_at(throws) {}
+
+  void body(int thread) {
+    int at = 0;
+    for (int64_t task; (task = deal.take(thread, at)) >= 0;) try {
+        if (task == throws_at) throw std::runtime_error("task");
+        wait_for(turn, task, stopped);
+        order.push_back(task);  // the turn is the lock
+        pass_on(turn, task + 1);
+      } catch (const Stopped&) {
+        ++left_off;
+      } catch (const std::runtime_error&) {
+        stopped = true;
+      }
+  }
+  void run(int asked, int live) {
+    std::vector<std::thread> threads;
+    for (int first = 0; first < live; ++first)
+      threads.emplace_back([=, this] {
+        for (int thread = first; thread < asked; thread += live) body(thread);
+      });
+    for (std::thread& t : threads) t.join();
+  }
+};
+
+void test_turns() {
+  for (auto [asked, live] : {std::pair(1, 1), {2, 2}, {8, 8}, {64, 64}, {64, 1}, {64, 3}, {200, 2}}) {
+    Chain chain(asked, -1);
+    chain.run(asked, live);
+    bool ordered = chain.order.size() == Chain::kTasks;
+    for (size_t n = 0; n < chain.order.size(); ++n) ordered &= chain.order[n] == int64_t(n);
+    check(ordered, std::to_string(live) + " threads that do the work of " + std::to_string(asked) + " go by turns");
+    Chain failing(asked, 40);
+    failing.run(asked, live);
+    check(failing.order.size() == 40 && failing.left_off == Chain::kTasks - 41, "nobody waits for a task that threw");
+  }
+}
+
+struct Shape {
+  int64_t B, H, Hk, S, D;
+  bool causal;
+};
+
+// Four shapes of the benchmark, and one of few heads.
+constexpr Shape kShapes[] = {{8, 12, 12, 512, 64, false},
+                             {4, 12, 12, 1024, 64, true},
+                             {1, 32, 8, 2048, 128, true},
+                             {1, 8, 8, 8192, 64, true},
+                             {1, 8, 8, 4096, 128, true}};
+
+AttentionPlan plan_of(const Kernels& kernels, const Shape& s, mha::DType dtype, int threads) {
+  mha::AttentionProblem p;
+  p.dtype = dtype, p.B = s.B, p.H = s.H, p.Hk = s.Hk, p.Sq = p.Sk = s.S, p.D = p.Dv = s.D;
+  if (s.causal) p.mask.band_hi = 0;
+  return kernels.attention_plan(p, threads);
+}
+
+void test_efficiency() {
+  for (const Kernels* kernels : every_isa()) {
+    for (mha::DType dtype : {mha::DType::f32, mha::DType::bf16}) {
+      for (const Shape& s : kShapes) {
+        char name[100];
+        std::snprintf(name, sizeof name, "%s %s B%d H%d/%d S%d D%d", kernels->isa, harness::name_of(dtype), int(s.B),
+                      int(s.H), int(s.Hk), int(s.S), int(s.D));
+        for (int threads : {1, 2, 64, 128, 256}) {
+          const AttentionPlan plan = plan_of(*kernels, s, dtype, threads);
+          const double least = threads <= 64 ? 0.9 : threads == 128 ? 0.8 : 0.6;
+          const std::string on = std::string(name) + " on " + std::to_string(threads) + " threads";
+          // On AMX, heads are packed in rounds, and a round begins when the last one is done: not as good.
+          const double forward = std::string(kernels->isa) == "amx" && threads > 2 ? least / 2 : least;
+          check(plan.fwd_efficiency >= forward && plan.fwd_efficiency <= 1 + 1e-9,
+                on + ": forward " + std::to_string(plan.fwd_efficiency));
+          check(plan.bwd_efficiency >= least && plan.bwd_efficiency <= 1 + 1e-9,
+                on + ": backward " + std::to_string(plan.bwd_efficiency));
+          // At least four each, or one for each tile of the keys of a head, which is as many as there can be.
+          check(plan.bwd_tasks >= std::min(4 * int64_t(threads), s.B * s.H * s.S / 64),
+                on + ": backward has " + std::to_string(plan.bwd_tasks) + " tasks");
+        }
+      }
+    }
+  }
+}
+
+void test_memory_is_that_of_the_heads_under_way() {
+  for (mha::DType dtype : {mha::DType::f32, mha::DType::bf16}) {
+    for (const Shape& s : kShapes) {
+      const Kernels& kernels = mha::cpu::kernels_for("scalar");
+      const size_t some = plan_of(kernels, s, dtype, 128).bwd_workspace;
+      const size_t more = plan_of(kernels, s, dtype, 256).bwd_workspace;
+      // A thread has tiles and the keys of a pass for itself, whatever the length.
+      check(more - some <= 128 * size_t(18 * 64 * (s.D + 64) * 4), "a thread has no buffer of all queries");
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_every_task_once();
+  test_simulation();
+  test_turns();
+  test_efficiency();
+  test_memory_is_that_of_the_heads_under_way();
+  return harness::finish();
+}
