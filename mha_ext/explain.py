@@ -38,6 +38,10 @@ class Plan:
     blocks: tuple[int, int] | None = None  # how many queries and keys are worked on together
     tasks: tuple[int, int] | None = None  # what the threads share, forward and backward
     workspace: tuple[int, int] | None = None  # what lives during the call only, forward and backward
+    # How much of their time threads work, by their number: for those in use and for 64. Predicted, forward and backward,
+    # from the pairs that bands leave visible: the kernels' own dealing of tasks is played through, waiting for turns
+    # included. 0 where it is not known.
+    efficiency: dict[int, tuple[float, float]] | None = None
     advice: list[str] = field(default_factory=list)
     keys_per_query: tuple[int, int] | None = None  # the fewest and the most that bands and intervals let a query see
 
@@ -62,7 +66,12 @@ class Plan:
             *(f"  not used     {name}: {reason}" for name, reason in self.refusals.items()),
             *(f"  copy         {copy}" for copy in self.copies or ["none"]),
             f"  work         {most}{_amount(self.flops, 'FLOP', 1000)} forward{share}{blocks}",
-            *([f"               each query sees {most}{seen}"] if self.flops < self.flops_dense or not self.flops_exact else []),
+            *(
+                [f"               each query sees {most}{seen}"]
+                if self.flops < self.flops_dense or not self.flops_exact
+                else []
+            ),
+            *([f"  threads      {_busy(self.efficiency)}"] if self.efficiency else []),
             f"  memory       reads and writes {_amount(self.bytes_moved, 'B')}; {unfused}",
             f"               allocates {_amount(self.memory, 'B')}{workspace}",
             *(f"  advice       {advice}" for advice in self.advice),
@@ -118,13 +127,17 @@ def _sizes(given: Given, call: Call) -> tuple[int, int, int]:
 
 def _in_words(given: Given, call: Call) -> str:
     (name, q, k, v, mask, bias, keys), (B, Sq, Sk) = given, _sizes(given, call)
-    words = f"{name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(call.q.dtype)} on {q.device}"
+    words = (
+        f"{name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(call.q.dtype)} on {q.device}"
+    )
     if call.q_starts is not None:
         words += f", {B} sequences of up to {Sq} queries and {Sk} keys"
     elif keys is not None:
         words += f", up to {keys} keys in {name_of(k.dtype)}"
     words += f", mask {_describe(mask)}" if mask is not None else ""
-    return words + (f", bias {text(bias.shape) if isinstance(bias, Tensor) else repr(bias)}" if bias is not None else "")
+    return words + (
+        f", bias {text(bias.shape) if isinstance(bias, Tensor) else repr(bias)}" if bias is not None else ""
+    )
 
 
 def plan_of(given: Given, call: Call) -> Plan:
@@ -179,11 +192,14 @@ def _kernel(given: Given, call: Call) -> tuple[str, int, dict[str, str], dict[st
             B, Sq, Sk = _sizes(given, call)
             B = B if call.q_starts is None else 1  # one sequence at a time
             sizes = B, q.shape[1], k.shape[1], Sq, Sk, q.shape[3], v.shape[3]
-            plan = _ops.attention_plan(name_of(q.dtype), sizes, dropped, mixed, threads, (None, None))
+            band = _band(call, Sq, Sk)
+            plans = {n: _ops.attention_plan(name_of(q.dtype), sizes, dropped, mixed, n, band) for n in (threads, 64)}
+            plan = plans[threads]
             kernel += f", products in {plan['arithmetic']}"
             numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
             for name in ("tasks", "workspace"):
                 numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
+            numbers["efficiency"] = {n: (p["forward_efficiency"], p["backward_efficiency"]) for n, p in plans.items()}
         return kernel, threads, refusals, numbers
     if q.device.type == "cuda" and op == "attention_fwd":
         state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropped else None
@@ -220,6 +236,24 @@ def log(given: Given, call: Call) -> None:
 
 if os.environ.get("MHA_EXT_LOG", "0") not in ("", "0"):
     _call.listener = log
+
+
+def _band(call: Call, Sq: int, Sk: int) -> tuple[int | None, int | None]:
+    """The smallest and the largest j - i of keys j that query i sees."""
+    o = int(offset_of(Sq, Sk, None))
+    right = None if call.right is None else o + call.right
+    if call.top_left:
+        right = min(0, right) if right is not None else 0
+    return None if call.left is None else o - call.left, right
+
+
+def _busy(efficiency: dict[int, tuple[float, float]]) -> str:
+    """In words"""
+    shares = [
+        "on {}: {} forward, {} backward".format(n, *(f"{100 * x:.0f} %" if x > 0 else "?" for x in both))
+        for n, both in sorted(efficiency.items())
+    ]
+    return f"predicted to be busy, {'; '.join(shares)}"
 
 
 def _cpu_refusals() -> dict[str, str]:

@@ -204,19 +204,32 @@ def test_work_of_talking_heads():
     assert explain(q, k, v).flops == pairs * 4 * 2 * (16 + 8)
     assert explain(q, k, v, pre_mix=mix).flops == pairs * 4 * 2 * (16 + 8 + 4)
     both = explain(q, k, v, pre_mix=mix, post_mix=mix)
-    assert both.flops == pairs * 4 * 2 * (16 + 8 + 8) and "attention_mixed_fwd" in both.kernel and "pre_mix" in str(both)
+    assert (
+        both.flops == pairs * 4 * 2 * (16 + 8 + 8) and "attention_mixed_fwd" in both.kernel and "pre_mix" in str(both)
+    )
 
 
 def test_amounts_in_words():
     amount = mha_ext.explain.__globals__["_amount"]
-    for n, words in ((0, "0 B"), (1023, "1.02e+03 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (3 * 2**50, "3 PiB"), (2**70, "1.05e+06 PiB")):
+    for n, words in (
+        (0, "0 B"),
+        (1023, "1.02e+03 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1 MiB"),
+        (3 * 2**50, "3 PiB"),
+        (2**70, "1.05e+06 PiB"),
+    ):
         assert amount(n, "B") == words
     assert amount(999, "FLOP", 1000) == "999 FLOP" and amount(2.5e12, "FLOP", 1000) == "2.5 TFLOP"
     plan = explain(*qkv(), mask=masks.Causal())
     assert f"{amount(plan.flops, 'FLOP', 1000)} forward (51 % of the unmasked)" in str(plan)
     assert f"reads and writes {amount(plan.bytes_moved, 'B')};" in str(plan)
     assert f"scores alone would take {amount(plan.memory_unfused, 'B')}" in str(plan)
-    assert f"allocates {amount(plan.memory, 'B')}, {amount(plan.workspace[0], 'B')} of it workspace ({amount(plan.workspace[1], 'B')} in backward)" in str(plan)
+    assert (
+        f"allocates {amount(plan.memory, 'B')}, {amount(plan.workspace[0], 'B')} of it workspace ({amount(plan.workspace[1], 'B')} in backward)"
+        in str(plan)
+    )
 
 
 def test_threads_in_words():
@@ -236,3 +249,24 @@ def test_threads_in_words():
 )  # fmt: skip
 def test_no_advice_where_it_would_be_wrong(mask, bias):
     assert explain(*qkv(), mask=mask, bias=bias).advice == []
+
+
+def test_predicts_how_busy_threads_are():
+    """64 threads are busy with long heads and idle with few short ones; of a causal mask the pairs count that it leaves."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        small, large = explain(*qkv()), explain(*qkv(B=1, H=32, Hk=8, Sq=2048, Sk=2048, D=4, Dv=4), mask=masks.Causal())
+        torch.set_num_threads(64)
+        many = explain(*qkv(B=1, H=32, Hk=8, Sq=2048, Sk=2048, D=4, Dv=4), mask=masks.Causal())
+    finally:
+        torch.set_num_threads(before)
+    assert set(small.efficiency) == set(large.efficiency) == {2, 64} and set(many.efficiency) == {64}
+    assert all(0 < x <= 0.5 for x in small.efficiency[64]) and all(x >= 0.9 for x in large.efficiency[64])
+    assert many.efficiency[64] == large.efficiency[64]
+    assert many.tasks[1] >= 4 * 64 > large.tasks[1]
+    words = "on 64: {:.0f} % forward, {:.0f} % backward".format(*(100 * x for x in large.efficiency[64]))
+    assert words in str(large) and "on 2: " in str(large)
+    plain = explain(*qkv(B=1, H=1, Hk=1, Sq=640, Sk=640)).efficiency[64]
+    assert plain != explain(*qkv(B=1, H=1, Hk=1, Sq=640, Sk=640), mask=masks.Causal()).efficiency[64]
+    assert explain(*qkv(B=0)).efficiency[64] == (0, 0) and "?" in str(explain(*qkv(B=0)))
