@@ -65,6 +65,19 @@ def test_the_softmax_overlaps_with_the_products_before_it():
         assert not places(code[product:after], "MUFU.EX2"), name
 
 
+def test_backward_adds_to_dq_before_it_waits_for_dk():
+    """Where the product that makes dk goes on beside the additions to dq: in the kernels that are not general, up to head size 128."""
+    found = 0
+    for name, code in kernels_sm90().items():
+        if not re.search(r"attention_bwd_sm90.*BackwardSm90ILi(64|128)ELb0", name):
+            continue
+        loop, found = sass.in_loops(code), found + 1
+        additions, waits = places(loop, "REDG.E.ADD.F32", "RED.E.ADD.F32"), places(loop, "WARPGROUP.DEPBAR")
+        assert additions and not [n for n in waits if additions[0] < n < additions[-1]], name
+        assert [n for n in waits if n > additions[-1]], name
+    assert found == 4
+
+
 def test_no_loop_waits_for_the_memory_of_the_whole_gpu():
     """Backward may: where blocks take turns, one thread releases what all have added."""
     for name, code in kernels_sm90().items():

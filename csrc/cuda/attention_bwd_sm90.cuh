@@ -240,6 +240,7 @@ __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionB
     hold(dq);
     if (first + C::kDqNt * 8 == C::kDqColumns) done_with_tile();
     add_dq<C>(p.dq_sum, row_block, dq, half * C::kDqColumns + first, consumer % 128);
+    if (C::kOverlaps) finish(dq[C::kDqNt - 1][3]);  // before the wait for what start_more has started
   }
 }
 
