@@ -22,24 +22,28 @@
 
 namespace mha::cuda {
 
-template <int kHead_, bool kGeneral_>
+// kSmall: so small that two blocks share the 100 KB of a multiprocessor of compute capability 8.6, 8.9 or 12.0.
+template <int kHead_, bool kGeneral_, bool kSmall_ = false>
 struct ForwardSm80 {
   static constexpr int kHead = kHead_;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kGeneral_, kSmall = kSmall_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kMt = kHead <= 128 ? 2 : 1;  // 16-row tiles per warp
   static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps;
   // So many keys as leave room for the queries, where these stay in shared memory.
-  static constexpr int kBlockN = kHead <= 64 ? 128 : kHead < (kGeneral ? 128 : 129) ? 64 : 32;
+  static constexpr int kBlockN = (kHead <= 64 ? 128 : kHead < (kGeneral ? 128 : 129) ? 64 : 32) / (kSmall ? 2 : 1);
   static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
   static constexpr int kOt = kHead / 8;
   static constexpr int kUnroll = !kGeneral && (kHead <= 64 || kHead == 128) ? 4 : 1;
   static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128);
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
-  // Two stages of a key and a value tile. A query tile that goes to registers is staged in the second stage.
+  // Two stages of a key and a value tile. A query tile that goes to registers is staged in the second stage or, if it
+  // is larger, in both, before there are keys in the first.
   static constexpr int kSharedBytes = 4 * kTileBytes + (kQueryInRegisters ? 0 : kQueryBytes);
-  static_assert(kQueryBytes <= (kQueryInRegisters ? 2 : 4) * kTileBytes);  // the output is staged in all four
+  static constexpr bool kQueryFirst = kQueryInRegisters && kQueryBytes > 2 * kTileBytes;
+  static_assert(kQueryBytes <= 4 * kTileBytes);  // the output is staged in all four
+  static_assert(!kSmall || kQueryInRegisters);
   static constexpr float kSlack = 8;
   static constexpr float kUnset = kGeneral ? 3.40282347e38f : 1.7e38f;  // the negative maximum of no scores
 };
@@ -268,7 +272,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     int row, tile, tile_end;  // the first query row, the range of key tiles
   } place;
   __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
-  static_assert(fits_everywhere(C::kSharedBytes, sizeof(ranges) + sizeof(spans) + sizeof(place) + sizeof(specials)));
+  constexpr std::size_t kStaticBytes = sizeof(ranges) + sizeof(spans) + sizeof(place) + sizeof(specials);
+  static_assert(fits_everywhere(C::kSharedBytes * (C::kSmall ? 2 : 1), (kStaticBytes + 1024) * (C::kSmall ? 2 : 1)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   // Late query tiles first: under a causal mask they have the most to do.
   const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles),
@@ -279,7 +284,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   if (block_row >= sequence.Sq) return;
 
   const uint32_t stages = shared_address(shared);
-  const uint32_t query_tile_at = stages + (C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
+  const uint32_t query_tile_at = stages + (C::kQueryFirst ? 0 : C::kQueryInRegisters ? 2 : 4) * C::kTileBytes;
   typename Tile::template Loader<C::kBlockM>(query_rows<T>(p.q, sequence, h, p.D), block_row, thread)
       .load(!C::kGeneral || p.aligned_q, query_tile_at, sequence.Sq - block_row);
   cp_async_commit();
@@ -315,7 +320,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     value_loader.load(!C::kGeneral || p.aligned_v, stage + C::kTileBytes, keys_left);
     cp_async_commit();
   };
-  if (tile < tile_end) load_keys_and_values(tile, stages);
+  if (!C::kQueryFirst && tile < tile_end) load_keys_and_values(tile, stages);
 
   ForwardState<C> state;
 #pragma unroll
@@ -326,7 +331,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const uint32_t q_lane = query_tile_at + warp * C::kRows * Tile::kRowBytes + Tile::lane_a(lane);
   std::conditional_t<C::kQueryInRegisters, uint32_t[C::kMt][C::kHead / 16][4], std::nullptr_t> q;
   if constexpr (C::kQueryInRegisters) {
-    if (tile < tile_end)
+    if (!C::kQueryFirst && tile < tile_end)
       cp_async_wait<1>();
     else
       cp_async_wait<0>();
@@ -335,6 +340,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     for (int m = 0; m < C::kMt; ++m)
 #pragma unroll
       for (int d = 0; d < C::kHead / 16; ++d) ldmatrix_x4(q[m][d], Tile::at_step(q_lane, d) + m * 16 * Tile::kRowBytes);
+    if constexpr (C::kQueryFirst) {
+      __syncthreads();
+      if (tile < tile_end) load_keys_and_values(tile, stages);
+    }
   }
 
   for (uint32_t stage = stages; tile < tile_end;) {

@@ -10,6 +10,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent / "inst"
 HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
+SM86_FORWARD = ((64, "plain"), (64, "general"), (96, "plain"), (96, "general"), (128, "plain"))  # where two blocks fit into 100 KB
 SM90_HEADS = (64, 128, 256)
 SM90_FORWARD_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of queries and keys, of values
 
@@ -20,6 +21,8 @@ def table():
         for head in HEADS:
             for variant, general in (("plain", "false"), ("general", "true")):
                 yield "attention_fwd_sm80", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}>"
+                if (head, variant) in SM86_FORWARD:
+                    yield "attention_fwd_sm86", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}, true>"
             yield "attention_weights_sm80", dtype, head, "general", f"{type_name}, ForwardSm80<{head}, true>"
             for variant, general in (("plain", "false"), ("general", "true")):
                 backward = f"{type_name}, BackwardSm80<{head}, {general}"
@@ -42,6 +45,7 @@ LAUNCH = {
     "attention_fwd_sm90": "AttentionForwardLaunch",
     "attention_bwd_sm90": "AttentionBackwardLaunch",
     "attention_fwd_sm80": "AttentionForwardLaunch",
+    "attention_fwd_sm86": "AttentionForwardLaunch",
     "attention_weights_sm80": "AttentionForwardLaunch",
     "attention_bwd_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dkv_sm80": "AttentionBackwardLaunch",
@@ -50,8 +54,8 @@ LAUNCH = {
     "attention_bwd_dq_round": "AttentionBackwardLaunch",
 }
 # Where the file, or the function that launches the kernel, has another name.
-SOURCE = {"attention_bwd_dkv_sm80": "attention_bwd_sm80", "attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
-FUNCTION = {"attention_bwd_dkv_sm80": "attention_bwd_sm80"}
+SOURCE = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": "attention_bwd_sm80", "attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
+FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": "attention_bwd_sm80"}
 
 
 def files():

@@ -18,7 +18,9 @@ void attention_bwd_dkv_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaS
 void attention_bwd_dq_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_f16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm80_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_round_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -32,7 +34,9 @@ void attention_bwd_sm90_f16_64_plain(const AttentionBackwardLaunch&, cudaStream_
 void attention_bwd_sm90_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_f16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_f16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_f16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -40,6 +44,7 @@ void attention_bwd_dkv_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaS
 void attention_bwd_dq_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_f16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_f16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_f16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm80_f16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -82,7 +87,9 @@ void attention_bwd_dkv_sm80_bf16_32_general(const AttentionBackwardLaunch&, cuda
 void attention_bwd_dq_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_32_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_bf16_64_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_64_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm80_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_round_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -96,7 +103,9 @@ void attention_bwd_sm90_bf16_64_plain(const AttentionBackwardLaunch&, cudaStream
 void attention_bwd_sm90_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_64_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_bf16_96_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_96_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_dkv_sm80_bf16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dq_sm80_bf16_96_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -104,6 +113,7 @@ void attention_bwd_dkv_sm80_bf16_96_general(const AttentionBackwardLaunch&, cuda
 void attention_bwd_dq_sm80_bf16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_bwd_dbias_sm80_bf16_96_general(const AttentionBackwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
+void attention_fwd_sm86_bf16_128_plain(const AttentionForwardLaunch&, cudaStream_t);
 void attention_fwd_sm80_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_weights_sm80_bf16_128_general(const AttentionForwardLaunch&, cudaStream_t);
 void attention_bwd_sm80_bf16_128_plain(const AttentionBackwardLaunch&, cudaStream_t);
@@ -189,6 +199,19 @@ inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm80[] = {
     {"attention_fwd_sm80_bf16_128_general", DType::bf16, 128, 128, true, attention_fwd_sm80_bf16_128_general},
     {"attention_fwd_sm80_bf16_256_plain", DType::bf16, 256, 256, false, attention_fwd_sm80_bf16_256_plain},
     {"attention_fwd_sm80_bf16_256_general", DType::bf16, 256, 256, true, attention_fwd_sm80_bf16_256_general},
+};
+
+inline constexpr Instance<AttentionForwardLaunch> k_attention_fwd_sm86[] = {
+    {"attention_fwd_sm86_f16_64_plain", DType::f16, 64, 64, false, attention_fwd_sm86_f16_64_plain},
+    {"attention_fwd_sm86_f16_64_general", DType::f16, 64, 64, true, attention_fwd_sm86_f16_64_general},
+    {"attention_fwd_sm86_f16_96_plain", DType::f16, 96, 96, false, attention_fwd_sm86_f16_96_plain},
+    {"attention_fwd_sm86_f16_96_general", DType::f16, 96, 96, true, attention_fwd_sm86_f16_96_general},
+    {"attention_fwd_sm86_f16_128_plain", DType::f16, 128, 128, false, attention_fwd_sm86_f16_128_plain},
+    {"attention_fwd_sm86_bf16_64_plain", DType::bf16, 64, 64, false, attention_fwd_sm86_bf16_64_plain},
+    {"attention_fwd_sm86_bf16_64_general", DType::bf16, 64, 64, true, attention_fwd_sm86_bf16_64_general},
+    {"attention_fwd_sm86_bf16_96_plain", DType::bf16, 96, 96, false, attention_fwd_sm86_bf16_96_plain},
+    {"attention_fwd_sm86_bf16_96_general", DType::bf16, 96, 96, true, attention_fwd_sm86_bf16_96_general},
+    {"attention_fwd_sm86_bf16_128_plain", DType::bf16, 128, 128, false, attention_fwd_sm86_bf16_128_plain},
 };
 
 inline constexpr Instance<AttentionForwardLaunch> k_attention_weights_sm80[] = {
