@@ -61,10 +61,13 @@ def lower(
     """attention's arguments, of tensors q, k, v [B,H,S,D]. draw: whether dropout, if any, gets its state, drawn if need be."""
     if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q.device.type, q, k, v)
-    B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
+    B, H, Sq, Sk, D = _checks.attention_inputs(q, k, v, _ops.without_cuda)
     args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
     added = None if bias is None else bias_argument(bias, q, B, H, Sq, Sk)
-    scale = default_scale(q) if scale is None else _checks.scale(scale)
+    if scale is None:
+        scale = D**-0.5 if D > 0 else 1.0
+    else:
+        scale = _checks.scale(scale)
     if sinks is not None:
         sinks = _checks.sinks(sinks, q, H)
     if pre_mix is not None or post_mix is not None:
@@ -91,11 +94,6 @@ def bias_argument(bias: Tensor | biases.Bias, q: Tensor, B: int, H: int, Sq: int
     return _checks.bias_tensor(bias, q.dtype, q.device, B, H, Sq, Sk)
 
 
-def default_scale(q: Tensor) -> float:
-    D = q.shape[-1]
-    return D**-0.5 if D > 0 else 1.0
-
-
 def score_arguments(
     bias: Tensor | biases.Bias | None,
     scale: float | None,
@@ -107,11 +105,13 @@ def score_arguments(
     Sk: int,
 ) -> Any:
     """(bias, scale, sinks) as the ops take them, for the types, device and head size of q [..., D]."""
-    return (
-        None if bias is None else bias_argument(bias, q, B, H, Sq, Sk),
-        default_scale(q) if scale is None else _checks.scale(scale),
-        None if sinks is None else _checks.sinks(sinks, q, H),
-    )
+    added = None if bias is None else bias_argument(bias, q, B, H, Sq, Sk)
+    if scale is None:
+        D = q.shape[-1]
+        scale = D**-0.5 if D > 0 else 1.0
+    else:
+        scale = _checks.scale(scale)
+    return added, scale, None if sinks is None else _checks.sinks(sinks, q, H)
 
 
 def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int) -> Any:
