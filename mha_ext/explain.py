@@ -185,7 +185,7 @@ def _kernel(given: Given, call: Call) -> tuple[str, int, dict[str, str], dict[st
     q, k, v = call.q, call.k, call.v
     mixed, dropped = call.pre_mix is not None or call.post_mix is not None, call.dropout_p != 0.0
     op = "attention_cached" if given.name == "attention_cached" else "attention_mixed_fwd" if mixed else "attention_fwd"
-    numbers = {}
+    numbers: dict[str, Any] = {}
     if q.device.type == "cpu":
         threads, kernel, refusals = torch.get_num_threads(), f"{op} on the CPU, {_ops.cpu_isa()}", _cpu_refusals()
         if op != "attention_cached":
