@@ -173,7 +173,7 @@ def extensions():
     built = [
         CppExtension(
             "mha_ext._C",
-            sources("csrc/cpu/*.cpp", "csrc/torch/cpu_ops.cpp", "csrc/torch/schemas.cpp", "csrc/bindings.cpp"),
+            sources("csrc/cpu/*/*.cpp", "csrc/torch/cpu_ops.cpp", "csrc/torch/schemas.cpp", "csrc/bindings.cpp"),
             define_macros=[*macros, ("MHA_EXT_CUDA", str(int(cuda)))],
             extra_compile_args=cxx,
         )
@@ -187,15 +187,19 @@ def extensions():
         sm80 = [no_spills] if listed in ("8.0", "8.0+PTX") else []  # which the kernels' tiles are sized for
         # An image for 9.0a would be preferred to the PTX of 8.0, so kernels for the one are not compiled for the other.
         sm90 = [f"-gencode=arch=compute_90a,code={code}_90a" for code in ("sm", "compute")] + [no_spills]
-        files = sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*.cu", "csrc/cuda/inst/*.cu")
+        instances = os.path.join("build", "cuda_instances")
+        generate = os.path.join(ROOT, "csrc", "cuda", "generate_instances.py")
+        subprocess.run([sys.executable, generate, os.path.join(ROOT, instances)], check=True)
+        files = sources("csrc/torch/cuda_ops.cpp", "csrc/cuda/*/*.cu", f"{instances}/*.cu")
         modules = {"_C_cuda": ([file for file in files if "_sm90_" not in file], sm80)}
         if hopper:
-            modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cu", "csrc/cuda/inst/*_sm90_*.cu"), sm90)
+            modules["_C_cuda_sm90"] = (sources("csrc/torch/cuda_sm90.cu", f"{instances}/*_sm90_*.cu"), sm90)
         for name, (files, flags) in modules.items():
             built.append(
                 CUDAExtension(
                     f"mha_ext.{name}",
                     files,
+                    include_dirs=[os.path.join(ROOT, "csrc", "cuda"), os.path.join(ROOT, instances)],
                     define_macros=[target, ("USE_CUDA", None)],
                     extra_compile_args={"cxx": cxx, "nvcc": nvcc + flags},
                 )

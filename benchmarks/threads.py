@@ -2,7 +2,7 @@
 
     python benchmarks/threads.py
 
-What is predicted, and how, says csrc/cpu/attention_schedule.h. Nothing is measured. "Whole heads" are the tasks that backward
+What is predicted, and how, says csrc/cpu/isa/attention_schedule.h. Nothing is measured. "Whole heads" are the tasks that backward
 had before its tasks took turns: one for each key/value head of these shapes.
 """
 

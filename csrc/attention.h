@@ -39,7 +39,7 @@ struct AttentionProblem {
   // sequence b has the rows q_starts[b] <= t < q_starts[b+1] of q and k_starts[b] <= t < k_starts[b+1] of k. Sq and Sk
   // are the longest lengths (or more), and where mask and bias say Sq - Sk, a sequence's own lengths are meant: its
   // band moves by sequence_shift, and so does a relative bias. On the CPU, kernels see one sequence at a time as a
-  // problem of B = 1 (csrc/cpu/sequence.h).
+  // problem of B = 1 (csrc/cpu/tile/sequence.h).
   const int64_t* q_starts = nullptr;  // [B+1]; null: not packed
   const int64_t* k_starts = nullptr;  // [B+1]
   int64_t packed_keys = 0;            // the T of k and v; that of q is rows_stride_h

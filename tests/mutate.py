@@ -1,7 +1,7 @@
 """Mutation testing, by hand: does a test notice when a line of a file is wrong?
 
-    python tests/mutate.py mha_ext/nn/rope.py -- tests/test_modules.py -k rope
-    python tests/mutate.py mha_ext/explain.py --sample 50 --seconds 600 -- tests/test_explain.py
+    python tests/mutate.py mha_ext/nn/rope.py -- tests/modules/test_modules.py -k rope
+    python tests/mutate.py mha_ext/explain.py --sample 50 --seconds 600 -- tests/functions/test_explain.py
 
 Each mutant changes one place of the file: a comparison, an operator, a number, `and`/`or`, `not`, min/max, a flag, or a statement that is left
 out. The tests after -- run on each, until one fails; survivors are printed, and end in exit code 1. No file is touched: each mutant is compiled in

@@ -1,4 +1,6 @@
-// The CPU kernels as a table per instruction set. Each isa_*.cpp exports one such table; isa.h chooses among them.
+// The CPU kernels as a table per instruction set. Each isa/*.cpp exports one such table; isa.h chooses among them.
+//
+// This room includes none of the other rooms.
 #pragma once
 #include <cstddef>
 
@@ -12,7 +14,7 @@ struct Threads {
   // Calls body(context, thread) once for each thread in [0, count), possibly at the same time. Kernels share out their
   // tasks among the threads by for_each_task. An exception in body reaches the caller of run.
   void (*run)(int count, void (*body)(void* context, int thread), void* context) = nullptr;
-  bool flush_denormals = true;  // see denormals.h; never in kernels of double
+  bool flush_denormals = true;  // see threads/denormals.h; never in kernels of double
 };
 
 struct AttentionPlan {

@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""Writes inst/: one small source file per kernel instance, so that they compile in parallel, and inst/instances.h with
-their declarations and tables. TABLE below is the one list of instances; --check only tells whether inst/ is up to date."""
+"""Writes one small source file per kernel instance, so that they compile in parallel, and instances.h with their declarations and
+tables, into the folder that is given: setup.py builds from there. table() below is the one list of instances."""
 
 import argparse
 import pathlib
-import sys
 
-FOLDER = pathlib.Path(__file__).resolve().parent / "inst"
 HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
@@ -58,6 +56,13 @@ SOURCE = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": 
 FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": "attention_bwd_sm80"}
 
 
+def source_of(kernel):
+    """The file that defines it; its room is the generation that the kernel's name ends with."""
+    name = SOURCE.get(kernel, kernel)
+    name, room = (name[:-5], name[-4:]) if name[-5:] in ("_sm80", "_sm90") else (name, "sm80")
+    return f"{room}/{name}.cuh"
+
+
 def files():
     declarations, rows = [], {kernel: [] for kernel in LAUNCH}
     for kernel, dtype, heads, variant, arguments in table():
@@ -69,7 +74,7 @@ def files():
         rows[kernel].append(f'    {{"{name}", DType::{dtype}, {head}, {value_head}, {general}, {name}}},')
         source = (
             f"// Written by generate_instances.py.\n"
-            f'#include "../{SOURCE.get(kernel, kernel)}.cuh"\n\n'
+            f'#include "{source_of(kernel)}"\n\n'
             f"namespace mha::cuda {{\n\n"
             f"void {name}(const {launch}& p, cudaStream_t stream) {{\n"
             f'  launch_{FUNCTION.get(kernel, kernel)}<{arguments}>("{name}", p, stream);\n'
@@ -78,7 +83,7 @@ def files():
         )
         yield f"{name}.cu", source
     text = "// Written by generate_instances.py: the kernel instances, in the order in which they are tried.\n#pragma once\n"
-    text += '#include "../attention_bwd_launch.h"\n#include "../kernels.h"\n\nnamespace mha::cuda {\n\n' + "\n".join(declarations) + "\n"
+    text += '#include "common/attention_bwd_launch.h"\n#include "kernels.h"\n\nnamespace mha::cuda {\n\n' + "\n".join(declarations) + "\n"
     for kernel, lines in rows.items():
         text += f"\ninline constexpr Instance<{LAUNCH[kernel]}> k_{kernel}[] = {{\n" + "\n".join(lines) + "\n};\n"
     yield "instances.h", text + "\n}  // namespace mha::cuda\n"
@@ -86,18 +91,16 @@ def files():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when inst/ is not up to date")
-    options = parser.parse_args()
+    parser.add_argument("folder", type=pathlib.Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
     wanted = dict(files())
-    found = {path.name: path.read_text() for path in FOLDER.glob("*")}
-    if options.check:
-        sys.exit(0 if wanted == found else "inst/ is not up to date: run csrc/cuda/generate_instances.py")
-    FOLDER.mkdir(exist_ok=True)
+    found = {path.name: path.read_text() for path in folder.glob("*")}
     for name in found.keys() - wanted.keys():
-        (FOLDER / name).unlink()
+        (folder / name).unlink()
     for name, text in wanted.items():
-        if found.get(name) != text:
-            (FOLDER / name).write_text(text)
+        if found.get(name) != text:  # what has not changed is not compiled again
+            (folder / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 // The CUDA kernels as the torch layer sees them: functions on the contract structs, and the table of what they are
-// built from (inst/instances.h, written by generate_instances.py). Every function runs on the current device, is
-// asynchronous in its stream, allocates nothing, and throws std::runtime_error naming the kernel when a launch fails.
+// built from (instances.h, which generate_instances.py writes when it is built). Every function runs on the current
+// device, is asynchronous in its stream, allocates nothing, and throws std::runtime_error naming the kernel when a
+// launch fails.
+//
+// This room includes common.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <span>
 
-#include "launch.h"
+#include "common/launch.h"
 
 namespace mha::cuda {
 
 struct AttentionBackwardLaunch;
 
-// One compiled kernel. General instances do everything; the others only what `plain` in attention_fwd.cu allows.
+// One compiled kernel. General instances do everything; the others only what `plain` in dispatch/attention_fwd.cu
+// allows.
 template <class Launch>
 struct Instance {
   const char* name;
@@ -60,7 +64,7 @@ std::size_t attention_bwd_workspace(const AttentionBackward& p);
 void attention_bwd(const AttentionBackward& p, void* workspace, cudaStream_t stream);
 KernelChoice attention_bwd_kernel(const AttentionBackward& p);
 
-// Talking heads, on ordinary cores (attention_mixed_simple.cuh).
+// Talking heads, on ordinary cores (simple/attention_mixed.cuh).
 std::size_t attention_mixed_fwd_workspace(const AttentionMixedForward& p);
 void attention_mixed_fwd(const AttentionMixedForward& p, void* workspace, cudaStream_t stream);
 std::size_t attention_mixed_bwd_workspace(const AttentionMixedBackward& p);

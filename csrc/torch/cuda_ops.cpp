@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "../cuda/error.h"
+#include "../cuda/common/error.h"
 #include "../cuda/kernels.h"
 #include "cached_ops.h"
 #include "mixed_ops.h"

@@ -2,7 +2,7 @@
 // rest.
 #include <Python.h>
 
-#include "../cuda/inst/instances.h"
+#include "instances.h"  // generate_instances.py
 
 namespace {
 

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <initializer_list>
 
-// This file stands in for cpu_features.cpp: what the processor lacks of AMX is found here all the same.
+// This file stands in for isa/features.cpp: what the processor lacks of AMX is found here all the same.
 #define detect_cpu_features detect_real_cpu_features
 #define request_tiles request_real_tiles
-#include "cpu/cpu_features.cpp"
+#include "cpu/isa/features.cpp"
 #undef detect_cpu_features
 #undef request_tiles
 

@@ -1,15 +1,15 @@
-// The product on tiles, compiled as isa_amx.cpp compiles it.
+// The product on tiles, compiled as isa/amx.cpp compiles it.
 #include "amx_probe.h"
 
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/prelude.h"
 
 MHA_TARGET_BEGIN(MHA_AMX)
 #define MHA_HAS_BF16_DOT 1
 #define MHA_HAS_AMX 1
 #define MHA_ISA_NS amx_probe
-#include "../../csrc/cpu/vec_avx512.h"
+#include "../../csrc/cpu/vector/avx512.h"
 //
-#include "../../csrc/cpu/gemm.h"
+#include "../../csrc/cpu/product/gemm.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// gemm.h's product of Pairs of bf16 on AMX tiles, for test_amx.
+// product/gemm.h's product of Pairs of bf16 on AMX tiles, for test_amx.
 #pragma once
 #include <cstdint>
 

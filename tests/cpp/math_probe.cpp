@@ -1,40 +1,40 @@
 // Compiled once per instruction set, with PROBE_<isa> defined.
 #include "math_probe.h"
 
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/prelude.h"
 
 #if defined(PROBE_avx2)
 MHA_TARGET_BEGIN(MHA_AVX2)
 #define MHA_ISA_NS avx2
 #define PROBE math_probe_avx2
-#include "../../csrc/cpu/vec_avx2.h"
+#include "../../csrc/cpu/vector/avx2.h"
 #elif defined(PROBE_avx512)
 MHA_TARGET_BEGIN(MHA_AVX512)
 #define MHA_ISA_NS avx512
 #define PROBE math_probe_avx512
-#include "../../csrc/cpu/vec_avx512.h"
+#include "../../csrc/cpu/vector/avx512.h"
 #elif defined(PROBE_avx512_bf16)
 MHA_TARGET_BEGIN(MHA_AVX512_BF16)
 #define MHA_ISA_NS avx512_bf16
 #define MHA_HAS_BF16_DOT 1
 #define PROBE math_probe_avx512_bf16
-#include "../../csrc/cpu/vec_avx512.h"
+#include "../../csrc/cpu/vector/avx512.h"
 #elif defined(PROBE_neon)
 #define MHA_ISA_NS neon
 #define PROBE math_probe_neon
-#include "../../csrc/cpu/vec_neon.h"
+#include "../../csrc/cpu/vector/neon.h"
 #elif defined(PROBE_neon_bf16)
 MHA_TARGET_BEGIN(MHA_NEON_BF16)
 #define MHA_ISA_NS neon_bf16
 #define MHA_HAS_BF16_DOT 1
 #define PROBE math_probe_neon_bf16
-#include "../../csrc/cpu/vec_neon.h"
+#include "../../csrc/cpu/vector/neon.h"
 #else
 #define MHA_ISA_NS scalar
 #define PROBE math_probe_scalar
-#include "../../csrc/cpu/vec_scalar.h"
+#include "../../csrc/cpu/vector/scalar.h"
 #endif
-#include "../../csrc/cpu/math.h"
+#include "../../csrc/cpu/vector/math.h"
 
 MHA_ISA_BEGIN
 

@@ -1,10 +1,10 @@
-# What each isa_*.o among OBJECTS (separated by |) defines for other files to link with: kernels_<isa>(), and nothing else
+# What the object of each instruction set (csrc/cpu/isa/) among OBJECTS (separated by |) defines for other files to link with: kernels_<isa>(), and nothing else
 # that has instructions beyond the base target. An inline function compiled with AVX-512, which the linker then shares with
 # the rest of the program, would crash a machine without it.
 string(REPLACE "|" ";" objects "${OBJECTS}")
 set(tables 0)
 foreach(object IN LISTS objects)
-  if(NOT object MATCHES "/isa_([a-z0-9_]+)\\.cpp\\.o")
+  if(NOT object MATCHES "/isa/([a-z0-9_]+)\\.cpp\\.o" OR CMAKE_MATCH_1 MATCHES "^(choice|features)$")
     continue()
   endif()
   set(isa ${CMAKE_MATCH_1})

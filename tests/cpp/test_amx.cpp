@@ -1,7 +1,7 @@
 // AMX: what its instructions compute, by hand-made examples; what they refuse; the product made of them; and what
 // kernels leave behind. Where the processor has AMX, all this is about the processor; elsewhere it is about
 // amx_emulator.
-#include "../../csrc/cpu/cpu_features.h"
+#include "../../csrc/cpu/isa/features.h"
 #include "amx_emulator.h"
 #include "amx_probe.h"
 #include "harness.h"
@@ -12,9 +12,9 @@
 
 #include <thread>
 
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/prelude.h"
 #define MHA_ISA_NS amx_instructions
-#include "../../csrc/cpu/amx.h"
+#include "../../csrc/cpu/product/amx.h"
 
 using namespace harness;
 using namespace mha::cpu::amx_instructions;

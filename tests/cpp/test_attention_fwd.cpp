@@ -207,7 +207,8 @@ std::vector<Case> cases() {
   all.push_back({.H = 4, .Hk = 1, .Sq = 1, .Sk = 200});
   // Of a list, the last block alone has few rows: after a head is packed for the others, and beside a group of them.
   for (const int64_t D : {17, 32}) all.push_back({.B = 9, .Sq = 69, .Sk = 130, .D = D, .band_hi = 61});
-  for (const bool inside : {false, true}) all.push_back({.B = 2, .Sq = 261, .Sk = 300, .D = 32, .heads_inside = inside});
+  for (const bool inside : {false, true})
+    all.push_back({.B = 2, .Sq = 261, .Sk = 300, .D = 32, .heads_inside = inside});
   all.push_back({.H = 6, .Hk = 3, .Sq = 7, .bias = 0});
   for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.Sk = 131, .dropout = dropout, .weights = true});
   for (const double scale : {0.0, -0.5, 3.0}) all.push_back({.scale = scale});

@@ -10,13 +10,13 @@
 
 #include <stdexcept>
 
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/prelude.h"
 #define MHA_ISA_NS scalar
-#include "../../csrc/cpu/vec_scalar.h"
+#include "../../csrc/cpu/vector/scalar.h"
 //
 #include "../../csrc/cpu/tiles.h"
 //
-#include "../../csrc/cpu/parallel.h"
+#include "../../csrc/cpu/threads/parallel.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "../../csrc/cpu/cpu_features.h"
+#include "../../csrc/cpu/isa/features.h"
 #include "harness.h"
 
 using namespace harness;

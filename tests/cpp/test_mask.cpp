@@ -1,9 +1,9 @@
 // mask.h against its own comments, element by element; and the strips that the CPU kernels cut tiles into.
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/prelude.h"
 #define MHA_ISA_NS scalar
-#include "../../csrc/cpu/vec_scalar.h"
+#include "../../csrc/cpu/vector/scalar.h"
 //
-#include "../../csrc/cpu/tile_mask.h"
+#include "../../csrc/cpu/tile/mask.h"
 #include "harness.h"
 
 using namespace harness;

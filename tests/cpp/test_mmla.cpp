@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../csrc/cpu/cpu_features.h"
-#include "../../csrc/cpu/isa_prelude.h"
+#include "../../csrc/cpu/isa/features.h"
+#include "../../csrc/cpu/isa/prelude.h"
 #include "harness.h"
 
 #ifdef __aarch64__
@@ -12,9 +12,9 @@ MHA_TARGET_BEGIN(MHA_NEON_BF16)
 #define MHA_HAS_BF16_DOT 1
 #define MHA_HAS_BFMMLA 1
 #define MHA_ISA_NS mmla_test
-#include "../../csrc/cpu/vec_neon.h"
+#include "../../csrc/cpu/vector/neon.h"
 //
-#include "../../csrc/cpu/gemm.h"
+#include "../../csrc/cpu/product/gemm.h"
 
 namespace {
 

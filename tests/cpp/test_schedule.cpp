@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../../csrc/cpu/schedule.h"
+#include "../../csrc/cpu/threads/schedule.h"
 #include "harness.h"
 
 namespace {

@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "../../csrc/cuda/error.h"
+#include "../../csrc/cuda/common/error.h"
 #include "../../csrc/cuda/kernels.h"
 #include "../cpp/attention_bwd_cases.h"
 

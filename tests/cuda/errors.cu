@@ -1,7 +1,8 @@
-// What csrc/cuda/error.h throws is no longer the runtime's last error, so that what runs next is not blamed for it.
+// What csrc/cuda/common/error.h throws is no longer the runtime's last error, so that what runs next is not blamed for
+// it.
 #include <cstdio>
 
-#include "../../csrc/cuda/error.h"
+#include "../../csrc/cuda/common/error.h"
 
 __global__ void kernel(int* out) {
   extern __shared__ int shared[];

@@ -10,7 +10,7 @@
 #include "../../csrc/cuda/prim/tma.cuh"
 #include "../../csrc/cuda/prim/warpgroup.cuh"
 #include "../../csrc/cuda/prim/wgmma.cuh"
-#include "../../csrc/cuda/tensor_map.h"
+#include "../../csrc/cuda/sm90/tensor_map.h"
 #include "tools.h"
 
 using namespace mha::cuda;

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../../csrc/cuda/error.h"
+#include "../../csrc/cuda/common/error.h"
 #include "../cpp/naive.h"
 
 namespace tools {

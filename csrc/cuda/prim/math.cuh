@@ -1,5 +1,7 @@
 // Single instructions of the special-function unit, and memory accesses whose width matters (shared memory by
 // 32-bit address).
+//
+// This room includes none of the other rooms.
 #pragma once
 #include <cstdint>
 

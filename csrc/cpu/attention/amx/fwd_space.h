@@ -1,0 +1,120 @@
+// The memory that AMX forward works in, and how its work is shared out.
+#pragma once
+
+#include "../../tile/score.h"
+#include "../fwd/space.h"
+#include "products.h"
+
+MHA_ISA_BEGIN
+
+constexpr int kStripRows = kRun, kUnitKeys = 512, kUnitRuns = kUnitKeys / kRun;
+constexpr int kStrips = kMaxRows / kStripRows;
+
+// The packed keys and values of a head.
+template <int N>
+struct AmxHead {
+  struct State {
+    int64_t head;  // b * Hk + key/value head; -1: none yet
+    uint16_t greatest_key;
+    bool left_out;  // whether some values are not finite
+  };
+  State* state;
+  HalfTile* k;           // [run of keys][run of features][plane][2]: lanes
+  HalfTile* v;           // [run of keys][plane][run of features][2]: features, of pairs from the halves of a run
+  uint32_t* left_out;    // [run of keys], a bit for each whose values are not finite
+  int64_t k_run, v_run;  // tiles of a run of keys
+  std::size_t bytes;
+
+  AmxHead(const AttentionForward& p, void* base) : k_run(N * 2 * runs(p.D)), v_run(N * 2 * runs(p.Dv)) {
+    Arena arena(base);
+    state = arena.take<State>(1);
+    k = arena.take<HalfTile>(runs(p.Sk) * k_run);
+    v = arena.take<HalfTile>(runs(p.Sk) * v_run);
+    left_out = arena.take<uint32_t>(runs(p.Sk));
+    bytes = arena.used();
+  }
+};
+
+// What the rows of a unit see.
+struct CellMasks {
+  uint64_t seen[kStrips][kStripRows][kUnitRuns / 2];  // a bit a key
+  TileKind kind[kStrips][kUnitRuns];
+};
+
+// What one thread works in.
+template <int N>
+struct AmxForwardScratch {
+  RowBlock* block;
+  HalfTile* q;          // [kStrips][run of features][plane][2]: rows
+  SumTile* score;       // [2][2 x 2]
+  HalfTile* weight;     // [kStrips][plane][two of rows][kUnitRuns]: rows, of pairs from the halves of a run
+  SumTile* out;         // [kStrips][run of features][2 x 2]
+  float *sum, *base;    // [kMaxRows][16], [kMaxRows]
+  float *factor, *far;  // [kMaxRows]
+  CellMasks* masks;     // [2], of this unit and the next; null without a mask that is not one of intervals
+  ProductSteps score_steps;
+  uint16_t* page_rows;  // [kRun][D or Dv], rows from several pages; null without pages
+  std::size_t bytes;
+
+  AmxForwardScratch(const AttentionForward& p, void* base_address) {
+    Arena arena(base_address);
+    const int64_t d = runs(p.D), dv = runs(p.Dv);
+    block = arena.take<RowBlock>(1);
+    q = arena.take<HalfTile>(kStrips * N * 2 * d);
+    score = arena.take<SumTile>(2 * 4);
+    weight = arena.take<HalfTile>(kStrips * N * 2 * kUnitRuns);
+    out = arena.take<SumTile>(kStrips * dv * 4);
+    sum = arena.take<float>(kMaxRows * 16);
+    base = arena.take<float>(kMaxRows);
+    factor = arena.take<float>(kMaxRows);
+    far = arena.take<float>(kMaxRows);
+    masks = p.mask.elementwise() ? arena.take<CellMasks>(2) : nullptr;
+    score_steps.a = arena.take<int64_t>(N * N * d), score_steps.b = arena.take<int64_t>(N * N * d);
+    page_rows = p.store.table ? arena.take<uint16_t>(kRun * std::max(p.D, p.Dv)) : nullptr;
+    bytes = arena.used();
+  }
+};
+
+// Whether AmxForwardBlock knows all that the problem asks for. (A scale must leave room for a score that is hidden.)
+inline bool on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
+  return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && ScoreRule<float>(p).raw && p.scale >= 1e-30 &&
+         !p.dropout.rng_state && !p.weights.data && !p.store.quantised;
+}
+
+// A head that is small is packed by each thread that works on it. Long ones, or where there are fewer than threads, are
+// packed by all threads together, as many at a time as take this much memory.
+constexpr int64_t kSharedHeadBytes = int64_t(8) << 20;
+
+template <int N>
+struct AmxForwardPlan {
+  const AttentionForward& p;
+  const ForwardPlan& plan;
+  const int threads;
+  const std::size_t scratch_bytes, head_bytes;
+  const bool shared;
+  const int64_t heads_together;
+
+  AmxForwardPlan(const AttentionForward& problem, const ForwardPlan& forward, int thread_count)
+      : p(problem),
+        plan(forward),
+        threads(thread_count),
+        scratch_bytes(AmxForwardScratch<N>(p, nullptr).bytes),
+        head_bytes(AmxHead<N>(p, nullptr).bytes),
+        shared(int64_t(head_bytes) > N * kPackedHeadBytes || p.B * p.Hk < threads),
+        heads_together(shared ? max64(1, min64(p.B * p.Hk, kSharedHeadBytes / int64_t(head_bytes))) : threads) {}
+
+  std::size_t bytes() const { return std::size_t(threads) * scratch_bytes + std::size_t(heads_together) * head_bytes; }
+  void* scratch(void* workspace, int thread) const {
+    return static_cast<char*>(workspace) + std::size_t(thread) * scratch_bytes;
+  }
+  AmxHead<N> head(void* workspace, int64_t index) const {
+    return AmxHead<N>(p, static_cast<char*>(scratch(workspace, threads)) + std::size_t(index) * head_bytes);
+  }
+};
+
+template <int N>
+inline std::size_t workspace_on_tiles(const AttentionForward& p, const ForwardPlan& plan, int threads) {
+  return AmxForwardPlan<N>(p, plan, threads).bytes();
+}
+
+MHA_ISA_END

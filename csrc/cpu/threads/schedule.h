@@ -1,0 +1,75 @@
+// Who does which task when: the dealing of tasks to threads, and turns where tasks add to the same sums. No part of
+// this knows what a task is, and the simulation of many threads (simulate) deals as they do.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+#include "../../mask.h"
+
+namespace mha::cpu {
+
+// What a thread begins with: the t-th of equal runs, so that neighbours stay together; or tasks dealt out in turn,
+// which is fairer where few tasks get cheaper from first to last. in_order: whoever is free takes the first task that
+// nobody has, so that a task may wait for those before it (see wait_for).
+enum class Share { runs, dealt, in_order };
+
+// Tasks [0, tasks) and who has which. Each thread begins with tasks of its own, the same for calls of one shape, so
+// that it finds in its caches what it worked on before; who is done helps the others.
+class Deal {
+ public:
+  Deal(int threads, int64_t tasks, Share share)
+      : runs_(share == Share::in_order ? 1 : int(min64(min64(threads, tasks), kMostRuns))),
+        step_(share == Share::dealt ? runs_ : 1) {
+    const bool dealt = share == Share::dealt;
+    for (int i = 0; i < runs_; ++i) {
+      run_[i].next.store(dealt ? i : tasks * i / runs_, std::memory_order_relaxed);
+      run_[i].end = dealt ? tasks : tasks * (i + 1) / runs_;
+    }
+  }
+
+  // The thread's next task, or -1. `at` is kept by the thread from call to call, 0 at first.
+  int64_t take(int thread, int& at) {
+    for (; at < runs_; ++at) {
+      Run& run = run_[(thread + at) % runs_];
+      const int64_t task = run.next.fetch_add(step_, std::memory_order_relaxed);
+      if (task < run.end) return task;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int kMostRuns = 64;
+  struct alignas(64) Run {  // a line of its own
+    Run() : next(0), end(0) {}
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  int runs_, step_;  // a run takes every step-th task
+  Run run_[kMostRuns];
+};
+
+// Whose turn it is, on a line of its own: a number that only grows.
+struct alignas(64) Turn {
+  Turn() : now(0) {}
+  std::atomic<int64_t> now;
+};
+
+// What a task is left with when another one has thrown: for it, too, there is nothing more to do.
+struct Stopped {};
+
+// Returns when `turn` has come to `number`. A task may wait for what tasks with lower numbers do, where tasks are taken
+// in order: the lowest of those that are under way waits for nobody, so one always goes on, however few threads there
+// are. Who waits for long gives the processor away.
+void wait_longer(const Turn& turn, int64_t number, const std::atomic<bool>& stopped);
+inline void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
+  if (turn.now.load(std::memory_order_acquire) < number) wait_longer(turn, number, stopped);
+}
+
+inline void pass_on(Turn& turn, int64_t number) { turn.now.store(number, std::memory_order_release); }
+
+// When the last of `threads` equally fast threads is done. finish(context, task, start) says when a task is that starts
+// then; of tasks that are taken in order, it is asked in that order.
+double simulate(int threads, int64_t tasks, Share share, double (*finish)(void* context, int64_t task, double start),
+                void* context);
+
+}  // namespace mha::cpu
