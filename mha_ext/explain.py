@@ -306,9 +306,10 @@ def _visible_pairs(
 
 
 def _layout_advice(given: Given, call: Call) -> list[str]:
-    """Where there are as many key heads as query heads and more of them than positions, [B,S,H,D] was probably meant."""
+    """Where there are as many key heads as query heads, more of them than queries, and the queries a multiple of the keys as
+    heads are of key heads, [B,S,H,D] was probably meant."""
     (_, H, Sq, _), (_, Hk, Sk, _) = call.q.shape, call.k.shape
-    if call.q_starts is not None or given.keys is not None or H != Hk or not (H > Sq > 0 and Hk > Sk > 0):
+    if call.q_starts is not None or given.keys is not None or H != Hk or not (H > Sq > 1 and Sk > 0 and Sq % Sk == 0):
         return []
     return [
         f"q has {H} heads of {Sq} queries: where that is [B,S,H,D], give q.transpose(1, 2), which is read in place, and so k, v"

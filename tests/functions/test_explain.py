@@ -170,7 +170,7 @@ def test_advice_where_heads_and_positions_look_swapped():
     q, k, v = (x.transpose(1, 2) for x in qkv())
     (advice,) = explain(q, k, v).advice
     assert "96 heads of 4 queries" in advice and "q.transpose(1, 2)" in advice and advice in str(explain(q, k, v))
-    for legal in ({"Sq": 1}, {"Sq": 2, "Sk": 96}, {"Sq": 2, "Sk": 3, "Hk": 2}, {"Sq": 4, "Sk": 4, "Hk": 4}):
+    for legal in ({"Sq": 1}, {"Sq": 2, "Sk": 96}, {"Sq": 2, "Sk": 3, "Hk": 4}, {"Sq": 1, "Sk": 1, "Hk": 4}, {"Sq": 2, "Sk": 2, "Hk": 2}, {"Sq": 4, "Sk": 4, "Hk": 4}):
         assert explain(*qkv(**legal)).advice == []
 
 
