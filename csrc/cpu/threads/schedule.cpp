@@ -22,10 +22,33 @@ void pause() {
 
 }  // namespace
 
+Deal::Deal(int threads, int64_t tasks, Share share)
+    : runs_(share == Share::in_order ? 1 : int(min64(min64(threads, tasks), kMostRuns))),
+      step_(share == Share::dealt ? runs_ : 1) {
+  const bool dealt = share == Share::dealt;
+  for (int i = 0; i < runs_; ++i) {
+    run_[i].next.store(dealt ? i : tasks * i / runs_, std::memory_order_relaxed);
+    run_[i].end = dealt ? tasks : tasks * (i + 1) / runs_;
+  }
+}
+
+int64_t Deal::take(int thread, int& at) {
+  for (; at < runs_; ++at) {
+    Run& run = run_[(thread + at) % runs_];
+    const int64_t task = run.next.fetch_add(step_, std::memory_order_relaxed);
+    if (task < run.end) return task;
+  }
+  return -1;
+}
+
+Stopped::~Stopped() = default;
+
+void pass_on(Turn& turn, int64_t number) { turn.now.store(number, std::memory_order_release); }
+
 // The turn comes, as a rule, within the time of a tile, tens of microseconds. Whoever yields at once may be away for
 // milliseconds, if other processes want the processor, too; so it looks for about as long as a tile takes, and only
 // then gives the processor away: to whoever is ready, then for times that grow.
-void wait_longer(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
+void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
   constexpr int kPauses = 1000, kYields = 64;
   std::chrono::microseconds sleep(20), longest(1000);
   for (int tries = 0; turn.now.load(std::memory_order_acquire) < number; ++tries) {

@@ -1,5 +1,6 @@
 // Who does which task when: the dealing of tasks to threads, and turns where tasks add to the same sums. No part of
 // this knows what a task is, and the simulation of many threads (simulate) deals as they do.
+// Nothing here is inline: it would be compiled for each instruction set, and shared by all.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,25 +18,10 @@ enum class Share { runs, dealt, in_order };
 // that it finds in its caches what it worked on before; who is done helps the others.
 class Deal {
  public:
-  Deal(int threads, int64_t tasks, Share share)
-      : runs_(share == Share::in_order ? 1 : int(min64(min64(threads, tasks), kMostRuns))),
-        step_(share == Share::dealt ? runs_ : 1) {
-    const bool dealt = share == Share::dealt;
-    for (int i = 0; i < runs_; ++i) {
-      run_[i].next.store(dealt ? i : tasks * i / runs_, std::memory_order_relaxed);
-      run_[i].end = dealt ? tasks : tasks * (i + 1) / runs_;
-    }
-  }
+  Deal(int threads, int64_t tasks, Share share);
 
   // The thread's next task, or -1. `at` is kept by the thread from call to call, 0 at first.
-  int64_t take(int thread, int& at) {
-    for (; at < runs_; ++at) {
-      Run& run = run_[(thread + at) % runs_];
-      const int64_t task = run.next.fetch_add(step_, std::memory_order_relaxed);
-      if (task < run.end) return task;
-    }
-    return -1;
-  }
+  int64_t take(int thread, int& at);
 
  private:
   static constexpr int kMostRuns = 64;
@@ -55,17 +41,16 @@ struct alignas(64) Turn {
 };
 
 // What a task is left with when another one has thrown: for it, too, there is nothing more to do.
-struct Stopped {};
+struct Stopped {
+  virtual ~Stopped();
+};
 
 // Returns when `turn` has come to `number`. A task may wait for what tasks with lower numbers do, where tasks are taken
 // in order: the lowest of those that are under way waits for nobody, so one always goes on, however few threads there
 // are. Who waits for long gives the processor away.
-void wait_longer(const Turn& turn, int64_t number, const std::atomic<bool>& stopped);
-inline void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped) {
-  if (turn.now.load(std::memory_order_acquire) < number) wait_longer(turn, number, stopped);
-}
+void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped);
 
-inline void pass_on(Turn& turn, int64_t number) { turn.now.store(number, std::memory_order_release); }
+void pass_on(Turn& turn, int64_t number);
 
 // When the last of `threads` equally fast threads is done. finish(context, task, start) says when a task is that starts
 // then; of tasks that are taken in order, it is asked in that order.
