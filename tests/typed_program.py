@@ -1,4 +1,4 @@
-"""What a type checker says of the public functions. Checked by tests/build/test_typing.py, never run."""
+"""What a type checker says of the public functions. Checked by tests/package/test_typing.py, never run."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from test_cuda_ops import in_a_process_of_its_own
 from torch_on_cpu import simulated
 
 import mha_ext
-from mha_ext import _C_cuda, masks
+from mha_ext import masks
 from mha_ext.cached import QUANTISED
 
 pytestmark = pytest.mark.cuda
@@ -102,11 +102,11 @@ def decoding(dtype, heads, kv_heads, length, D, Dv, seed=1):
 
 def kernel(*arguments, **options):
     """The name of the kernel that a call would run."""
-    _C_cuda.note_kernels(False)
+    mha_ext._C_cuda.note_kernels(False)
     try:
         cached(*arguments, **options)
     finally:
-        found = _C_cuda.noted_kernels()
+        found = mha_ext._C_cuda.noted_kernels()
     return found[0][0]
 
 
