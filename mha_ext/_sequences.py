@@ -26,8 +26,7 @@ def attention_packed(
         shapes = ", ".join(_checks.text(x.shape) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; accepted: packed q [Tq,H,D], k [Tk,Hk,D], v [Tk,Hk,Dv].")
     given = q, k, v, mask, bias
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _call.autocast(q.device.type, q, k, v)
+    q, k, v = _call.cast_by_autocast(q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     _checks.attention_inputs(q, k, v, _ops.without_cuda)
     starts = _starts(cu_seqlens_q, "cu_seqlens_q", q), _starts(cu_seqlens_k, "cu_seqlens_k", k)

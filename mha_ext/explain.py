@@ -199,7 +199,10 @@ def _kernel(given: Given, call: Call) -> tuple[str, int, dict[str, str], dict[st
             numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
             for name in ("tasks", "workspace"):
                 numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
-            numbers["efficiency"] = {n: (p["forward_efficiency"], p["backward_efficiency"]) for n, p in plans.items()}
+            summed = call.bias is not None and call.bias.requires_grad  # its gradient cuts backward in another way
+            numbers["efficiency"] = {
+                n: (p["forward_efficiency"], 0.0 if summed else p["backward_efficiency"]) for n, p in plans.items()
+            }
         return kernel, threads, refusals, numbers
     if q.device.type == "cuda" and op == "attention_fwd":
         state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropped else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from . import _call, _checks, _foreign, _ops, biases, masks
@@ -92,8 +91,7 @@ def attention_qkvpacked(
     if return_lse is not False or return_weights is not False:
         _checks.flags(return_lse=return_lse, return_weights=return_weights)
     qkv, num_heads = _as_heads(qkv, num_heads)
-    if qkv.device.type != "meta" and torch.is_autocast_enabled(qkv.device.type):
-        (qkv,) = _call.autocast(qkv.device.type, qkv)
+    (qkv,) = _call.cast_by_autocast(qkv)
     q, k, v = _ops.packed_slices(qkv, num_heads)
     if return_weights or pre_mix is not None or post_mix is not None or _checks.is_dtensor(qkv):
         found = attention(

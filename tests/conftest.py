@@ -14,12 +14,6 @@ settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("MHA_EXT_TEST_PROFILE", "suite"))
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where torch sees none")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "random(seconds): draws problems for so long; see budget.py")
-
-
 def pytest_collection_modifyitems(items):
     there = torch.cuda.is_available()
     simulated = there and torch.cuda.get_device_name().startswith("ptxsim")

@@ -1,6 +1,6 @@
 """Mutation testing, by hand: does a test notice when a line of a file is wrong?
 
-    python tests/mutate.py mha_ext/nn/rope.py -- tests/modules/test_modules.py -k rope
+    python tests/mutate.py mha_ext/nn/rope.py -- tests/modules/test_rope.py
     python tests/mutate.py mha_ext/explain.py --sample 50 --seconds 600 -- tests/functions/test_explain.py
 
 Each mutant changes one place of the file: a comparison, an operator, a number, `and`/`or`, `not`, min/max, a flag, or a statement that is left
@@ -150,9 +150,8 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="try so many mutants, drawn at random, instead of all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("tests", nargs=argparse.REMAINDER, help="-- and what pytest is given")
-    given = parser.parse_args()
-    arguments = [x for x in given.tests if x != "--"]
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]  # after -- what pytest is given
     path = given.file.resolve()
     name = path.relative_to(ROOT).as_posix()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

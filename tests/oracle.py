@@ -125,12 +125,14 @@ def _magnitudes(q, k, v, bias, dense_bias, sinks, seen, scale, softcap, keep, dr
     parameter = bias
     if dense_bias is not None:
         bias = dense_bias(bias.detach().double())
+    least = _least(q.dtype) / torch.finfo(accumulate_dtype(q.dtype)).eps  # of a weight: smaller ones may count as 0
     with torch.no_grad():
         q, k, v, dout = (t.detach().double() for t in (q, k, v, dout))
         B, H, Sq, D = q.shape
         Hk, Sk = k.shape[1], k.shape[2]
         scale = D**-0.5 if scale is None else scale
         _, lse, weights = attention(q, k, v, seen=seen, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+        weights = torch.where(weights > 0, weights + least, weights)
         kept = (
             torch.ones_like(weights)
             if keep is None

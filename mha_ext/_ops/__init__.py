@@ -28,13 +28,9 @@ from .library import build_info as build_info
 from .library import built_isas as built_isas
 from .library import cpu_isa as cpu_isa
 from .library import without_cuda as without_cuda
-from .mixed import attention_mixed_bwd as attention_mixed_bwd
 from .mixed import attention_mixed_fwd as attention_mixed_fwd
-from .packed import attention_packed_bwd as attention_packed_bwd
-from .packed import attention_packed_fwd as attention_packed_fwd
 from .rng import draw_rng_state as draw_rng_state
 from .rng import dropout_mask as dropout_mask
 from .rng import dropout_part as dropout_part
 from .rng import part_of_state as part_of_state
-from .softmax import masked_softmax_bwd as masked_softmax_bwd
 from .softmax import masked_softmax_fwd as masked_softmax_fwd

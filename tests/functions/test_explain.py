@@ -191,7 +191,7 @@ def test_memory_is_that_of_outputs_and_workspace(dtype):
     with torch.autocast("cpu", dtype=torch.float16):
         cast = explain(q, k, v)
     if dtype != torch.float64:
-        copies = sum(2 * x.numel() for x in (q, k, v)) if dtype != torch.float16 else 0
+        copies = sum(2 * x.numel() for x in (q, k, v))
         assert cast.memory == 2 * out.numel() + 2 * lse.nbytes + cast.workspace[0] + copies and len(cast.copies) == 3
     else:
         assert cast == plan

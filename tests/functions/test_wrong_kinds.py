@@ -169,7 +169,6 @@ CONSTRUCTORS = {
 
 x3 = randn(B, S, E)
 FORWARD_WORKS = {"mask": SCORES_WORK["mask"], "bias": OPTIONAL, "return_weights": FLAGS, "position_ids": OPTIONAL}
-ones_mask = ones(S, S, dtype=torch.bool).tril(-1)
 FORWARDS = {
     "SelfAttention()": Case(
         nn.SelfAttention(E, H), {"x": x3, "mask": masks.Causal(), "bias": randn(S, S), "return_weights": True}, FORWARD_WORKS

@@ -22,7 +22,7 @@ DEFAULT = AVAILABLE[-1]
 def run(code: str, isa: str | None, *args: str, **more) -> subprocess.CompletedProcess:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE, *HERE.glob("*/"), HERE.parent, os.environ.get("PYTHONPATH", "")])),
     }
     environment.pop("MHA_EXT_CPU_ISA", None)
     if isa is not None:

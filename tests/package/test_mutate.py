@@ -47,7 +47,7 @@ def test_survivors_are_printed(tmp_path):
     test = tmp_path / "test_weak.py"
     test.write_text("import mutate_example\n\ndef test():\n    assert mutate_example.total([1, 2]) == 3\n")
     example = Path(__file__).parents[1] / "mutate_example.py"
-    command = [sys.executable, str(mutate.ROOT / "tests" / "mutate.py"), str(example), "--", str(test)]
+    command = [sys.executable, str(mutate.ROOT / "tests" / "mutate.py"), str(example), "--sample", "9", "--", str(test)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 1 and "1 of 4 survived" in result.stdout, result.stdout + result.stderr
     assert "mutate_example.py:8 | total | raise ValueError('no list') | pass" in result.stdout

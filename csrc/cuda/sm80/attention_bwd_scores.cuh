@@ -49,9 +49,6 @@ __device__ inline void for_fragment(F f) {
         for (int e = 0; e < 2; ++e) f(m, n, half, e);
 }
 
-template <int kMt, int kNt>
-constexpr uint32_t kAllBits = kMt * kNt * 4 == 32 ? ~0u : (1u << kMt * kNt * 4 % 32) - 1;
-
 template <int kMt, int kNt, bool kTransposed, bool kIntervalOnly>
 __device__ inline uint32_t visible_pairs(const Mask& mask, const GradientPlace& at, unsigned lane) {
   static_assert(kMt * kNt * 4 <= 32);

@@ -17,7 +17,6 @@
 #include "../common/exact_sum.cuh"
 #include "../common/launch.h"
 #include "../prim/cp_async.cuh"
-#include "../prim/cp_async_4.cuh"
 #include "../prim/mma.cuh"
 #include "../prim/unroll.cuh"
 #include "fragment.cuh"
