@@ -209,8 +209,10 @@ def _softmax_and_lse(
 def _without_unseen_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zeroes queries that see no key, and keys and values that no query sees: NaN there must stay out of products."""
     seeing = visible.any(3)[..., None]
-    B, _, _, Sk = visible.shape
-    seen = visible.any(2).view(B, k.shape[1], -1, Sk).any(2)[..., None] if k.shape[1] else visible.any(2)[..., None]
+    seen = visible.any(2)
+    if k.shape[1] > 0:
+        seen = seen.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])).any(2)
+    seen = seen[..., None]
     return torch.where(seeing, q, 0), torch.where(seen, k, 0), torch.where(seen, v, 0)
 
 

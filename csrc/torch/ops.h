@@ -112,6 +112,7 @@ struct Gradients : SummedGradients {
         dk(empty_in_order_of(k, p.D)),
         dv(empty_in_order_of(v, p.Dv)) {
     p.dq = view4(dq), p.dk = view4(dk), p.dv = view4(dv);
+    if (p.H == 0) torch::stable::zero_(dk), torch::stable::zero_(dv);  // no head adds to them
     if (p.q_starts)
       for (Tensor4* t : {&p.dout, &p.out, &p.dq, &p.dk, &p.dv}) t->stride[0] = 0;
   }
@@ -151,6 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_packed_bwd(Tensor dout, OptionalTen
   SummedGradients sums(p, q, mask.bias, need_dbias);
   const int64_t heads = p.H + 2 * p.Hk;
   Tensor dqkv = empty({p.B, p.Sq, heads, p.D}, q.scalar_type(), q);
+  if (p.H == 0) torch::stable::zero_(dqkv);  // no head adds to dk and dv
   const size_t head_bytes = size_t(p.D) * size_of_element(q.scalar_type());
   auto slice = [&](int64_t first) {
     return Tensor4{static_cast<char*>(dqkv.data_ptr()) + size_t(first) * head_bytes,

@@ -255,3 +255,37 @@ def test_long_sums_in_float32():
     for name, a, b, x in zip(("out", "dq", "dk", "dv"), ours, torchs, exact):
         errors = [(t.double() - x).square().mean().sqrt().item() for t in (a, b)]
         assert errors[0] <= 2 * errors[1], (name, *errors)
+
+
+def test_no_query_heads_leave_no_gradient(device):
+    """Nothing adds to the keys' and values' gradients, in memory that held something else."""
+    junk = [torch.full((1, 1, n, 8), torch.nan, device=device) for n in range(1, 40)]
+    del junk
+    q = torch.randn(1, 0, 7, 8, device=device, requires_grad=True)
+    k, v = (torch.randn(1, 1, 9, 8, device=device, requires_grad=True) for _ in "kv")
+    for gradient in torch.autograd.grad(mha_ext.attention(q, k, v).sum(), (k, v)):
+        assert gradient.shape == k.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("blind", [True, False])
+def test_blocks_of_queries_between_others_that_see_none_of_these_keys(blind, dtype, threads):
+    """Nothing is taken from what such blocks would have packed: a workspace is memory of any content."""
+    torch.set_num_threads(threads)
+    Sq, Sk = (320, 64) if blind else (768, 1536)
+    block = torch.arange(Sq)[None] // 64
+    if blind:
+        begin, end = torch.zeros(1, 1, dtype=torch.int64), torch.where((block > 0) & (block < 3), 0, Sk)
+    else:  # even blocks see the first keys, odd ones the last
+        begin, end = block % 2 * 1024, block % 2 * 1024 + 512
+    mask = masks.Intervals(begin, end)
+    gen = cases.generator(threads)
+    q, k, v, dout = (cases.randn(gen, 1, 1, s, 32, dtype=dtype).requires_grad_() for s in (Sq, Sk, Sk, Sq))
+    out = mha_ext.attention(q, k, v, mask=mask)
+    truth = oracle.truths(q, k, v, dout=dout.detach(), seen=mask.to_dense(1, 1, Sq, Sk))
+    for _ in range(3):
+        junk = [torch.full((n << 10,), 255, dtype=torch.uint8) for n in range(100, 4000, 50)]
+        del junk
+        found = torch.autograd.grad(out, (q, k, v), dout.detach(), retain_graph=True)
+        oracle.check({"out": out, **dict(zip("qkv", found))}, truth)

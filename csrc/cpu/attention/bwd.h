@@ -337,7 +337,7 @@ template <class Worker, class Head>
 void run_tasks(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<Head>& shared,
                const Threads& threads, char* scratch) {
   const std::size_t own = Worker::bytes(p, plan, shared);
-  shared.turns.begin(plan);
+  shared.turns.begin(p, plan);
   auto run_unit = [&](int64_t n, int thread) {
     try {
       Worker(p, plan, shared, Arena(scratch + std::size_t(thread) * own)).run(plan.unit(n));

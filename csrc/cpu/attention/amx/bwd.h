@@ -178,14 +178,15 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
     if (count == 0) return;
     products(run, seeing[0].run, 0).all();
     for (int n = 0; n < count; ++n) run_weights(run, seeing[n], n % 2, n + 1 < count ? seeing + n + 1 : nullptr);
-    const int first = seeing[0].run, last = seeing[count - 1].run + 1;
-    for (int q = first; q < last; ++q) {
-      if (!seen_[run][q]) clear(s_.p, q), clear(s_.ds, q);
-    }
     for (int n = 0; n < count; ++n) add_left_out(run, seeing[n]);
-    add_rows(s_.dv + run * s_.dv_runs * 4, s_.p, head_.dout_features, s_.dv_runs, first, last, run);
-    add_rows(s_.dk + run * s_.d * 4, s_.ds, head_.q_features, s_.d, first, last, run);
-    keys_begun_[run] = 1;
+    // Runs of queries in between that see nothing may not even be packed.
+    for (int n = 0, end; n < count; n = end) {
+      for (end = n + 1; end < count && seeing[end].run == seeing[end - 1].run + 1;) ++end;
+      const int first = seeing[n].run, last = seeing[end - 1].run + 1;
+      add_rows(s_.dv + run * s_.dv_runs * 4, s_.p, head_.dout_features, s_.dv_runs, first, last, run);
+      add_rows(s_.dk + run * s_.d * 4, s_.ds, head_.q_features, s_.d, first, last, run);
+      keys_begun_[run] = 1;
+    }
   }
 
   static TileKind part_kind(const RunMask& m) {

@@ -94,16 +94,22 @@ struct BlockTurn {
 // of them: free, packed, one pass through, two passes through, ..., and so on to the next head.
 struct BackwardTurns {
   int64_t blocks, step;
-  Turn *queries, *keys;  // [slots][blocks]; [key slots][chunks]
+  BackwardPasses* passes;  // [B][blocks], worked out once
+  Turn *queries, *keys;    // [slots][blocks]; [key slots][chunks]
   std::atomic<bool>* stopped;
 
   BackwardTurns(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan)
       : blocks(ceil_div(p.Sq, kMaxRows)), step(plan.chunks + 2) {
+    passes = arena.take<BackwardPasses>(plan.by_turns ? p.B * blocks : 0);
     queries = arena.take<Turn>(plan.slots * blocks);
     keys = arena.take<Turn>(plan.key_slots * plan.chunks);
     stopped = reinterpret_cast<std::atomic<bool>*>(arena.take<Turn>(plan.by_turns ? 1 : 0));
   }
-  void begin(const BackwardPlan& plan) const {
+  void begin(const AttentionBackward& p, const BackwardPlan& plan) const {
+    for (int64_t n = 0; n < (plan.by_turns ? p.B * blocks : 0); ++n) {
+      const int64_t first = n % blocks * kMaxRows;
+      new (passes + n) BackwardPasses(p.mask, n / blocks, first, min64(kMaxRows, p.Sq - first), p.Sk, plan.pass_keys);
+    }
     for (int64_t n = 0; n < plan.slots * blocks; ++n) new (queries + n) Turn;
     for (int64_t n = 0; n < plan.key_slots * plan.chunks; ++n) new (keys + n) Turn;
     if (plan.by_turns) new (stopped) std::atomic<bool>(false);
@@ -175,8 +181,6 @@ class BackwardPlace {
     }
   }
 
-  int rows_of(int64_t block) const { return int(min64(kMaxRows, p_.Sq - block * kMaxRows)); }
-
   // The task's turn at a block, where the keys from `first` on come next; false where they are nothing to it.
   bool reach(int64_t block, int64_t first, int64_t keys, BlockTurn* turn) const {
     if (!plan_.by_turns) {
@@ -184,7 +188,7 @@ class BackwardPlace {
       turn->first = first == first_key_, turn->last = first + keys >= last_key_;
       return true;
     }
-    const BackwardPasses passes(p_.mask, b_, block * kMaxRows, rows_of(block), p_.Sk, plan_.pass_keys);
+    const BackwardPasses& passes = shared_.turns.passes[b_ * shared_.turns.blocks + block];
     if (at_.chunk < passes.first || at_.chunk >= passes.last) return false;
     *turn = shared_.turns.at(at_, block, passes);
     return true;
