@@ -273,7 +273,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   } place;
   __shared__ uint16_t specials[C::kBlockN * C::kHead / 8];
   constexpr std::size_t kStaticBytes = sizeof(ranges) + sizeof(spans) + sizeof(place) + sizeof(specials);
-  static_assert(fits_everywhere(C::kSharedBytes * (C::kSmall ? 2 : 1), (kStaticBytes + 1024) * (C::kSmall ? 2 : 1)));
+  static_assert(fits_everywhere(C::kSharedBytes, kStaticBytes));
+  static_assert(!C::kSmall ||
+                fits_everywhere(2 * C::kSharedBytes, 2 * (kStaticBytes + 1024)));  // 1 KB a block is CUDA's
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   // Late query tiles first: under a causal mask they have the most to do.
   const unsigned H = unsigned(p.H), rest = blockIdx.x / unsigned(p.query_tiles),
