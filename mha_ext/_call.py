@@ -61,15 +61,9 @@ def lower(
     """attention's arguments, of tensors q, k, v [B,H,S,D]. draw: whether dropout, if any, gets its state, drawn if need be."""
     if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q.device.type, q, k, v)
-    B, H, Sq, Sk, D = _checks.attention_inputs(q, k, v, _ops.without_cuda)
+    B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
     args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
-    added = None if bias is None else bias_argument(bias, q, B, H, Sq, Sk)
-    if scale is None:
-        scale = D**-0.5 if D > 0 else 1.0
-    else:
-        scale = _checks.scale(scale)
-    if sinks is not None:
-        sinks = _checks.sinks(sinks, q, H)
+    added, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if pre_mix is not None or post_mix is not None:
         pre_mix, post_mix = mix_arguments(pre_mix, post_mix, q, H)
     if type(dropout_p) is not float or dropout_p != 0.0:

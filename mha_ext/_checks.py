@@ -211,8 +211,8 @@ def not_tensors(names: Sequence[str], *found: Any) -> Exception:
     return TypeError(f"{', '.join(names)} are a {', a '.join(type(x).__name__ for x in found)}; accepted: three tensors.")
 
 
-def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int, int]:
-    """(B, H, Sq, Sk, D). Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
+def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) -> tuple[int, int, int, int]:
+    """(B, H, Sq, Sk). Refuses q, k, v that do not fit together. without_cuda: why the build has no CUDA, or None if it has."""
     if q.dim() == 4 and k.dim() == 4 and v.dim() == 4:
         try:
             B, H, Sq, D = q.shape
@@ -229,7 +229,7 @@ def attention_inputs(q: Tensor, k: Tensor, v: Tensor, without_cuda: str | None) 
             and (q.is_cpu and k.is_cpu and v.is_cpu or q.device == k.device == v.device)
             and (without_cuda is None or not q.is_cuda)
         ):  # fmt: skip
-            return B, H, Sq, Sk, D
+            return B, H, Sq, Sk
     raise _attention_refusal(q, k, v, without_cuda)
 
 
