@@ -32,10 +32,10 @@ def check_sizes(owner: str, sizes: dict[str, Any], window: Any, dtype: Any) -> N
         raise TypeError(f"dtype is {dtype!r}; {owner} accepts one of {accepted}.")
 
 
-def check_options(kind: type, options: dict[str, Any]) -> None:
-    """What make_cache() was given for a cache of that kind."""
+def check_options(in_pages: bool, options: dict[str, Any]) -> None:
+    """What make_cache() was given for a cache, in pages or not."""
     accepted = {"value_dim", "device", "dtype", "k_scale", "v_scale"}
-    accepted |= {"pages"} if kind.__name__ == "PagedKVCache" else {"window"}
+    accepted |= {"pages"} if in_pages else {"window"}
     for name in options:
         if name == "pages" and name not in accepted:
             raise ValueError(

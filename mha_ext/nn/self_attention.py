@@ -325,7 +325,7 @@ class SelfAttention(Attention):
             TypeError: an option that there is not.
         """
         kind = KVCache if page_size is None else PagedKVCache
-        check_options(kind, options)
+        check_options(page_size is not None, options)
         weight = getattr(self.out_proj, "weight", None)
         device = weight.device if isinstance(weight, Tensor) else None
         options = {"device": device, "dtype": None, **options}
