@@ -1,4 +1,5 @@
-// cp.async: from global to shared memory without passing through registers. Both addresses are aligned to what is copied.
+// cp.async: from global to shared memory without passing through registers. Both addresses are aligned to what is
+// copied.
 #pragma once
 #include <cstdint>
 
