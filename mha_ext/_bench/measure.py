@@ -194,10 +194,12 @@ def machine_peaks() -> dict[str, float]:
 
 
 def cpu_model() -> str:
+    """The name, and family and model as the name alone may stand for several generations; from /proc/cpuinfo where it is."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+            facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 

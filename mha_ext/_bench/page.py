@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .report import COLUMNS, contender_cells, machine_line
+from .report import COLUMNS, LEGEND, contender_cells, machine_line
 
 OURS, MARKS, BEHIND = "#0b7a4b", "osv^<>PXd*pH", {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 STYLE = """
@@ -142,10 +142,7 @@ def page(report: dict[str, Any]) -> str:
         "<h2>Memory</h2>",
         svg(memory_figure(report)),
         *tables,
-        (
-            "<p>time: median; spread: (slowest - fastest) / time; speed: against the row's base; memory: growth of the "
-            "resident set during the call, outputs included; error: relative to torch in fp32.</p>"
-        ),
+        f"<p>{LEGEND}</p>",
         *(["<h2>Claims</h2><ul>", *claims, "</ul>"] if claims else []),
         "</html>",
     ]

@@ -11,7 +11,12 @@ from rich.table import Table
 from .measure import Case, Timing
 from .rows import Row
 
-COLUMNS = ("contender", "time", "spread", "rate", "of peak", "speed", "memory", "error", "")
+LEGEND = (
+    "time: median; spread: (slowest - fastest) / time; of matmul: the rate as a share of torch's matrix product in that type "
+    "(GB/s: of its copy); speed: against the row's base; memory: growth of the resident set during the call, outputs "
+    "included; error: relative to torch in fp32."
+)
+COLUMNS = ("contender", "time", "spread", "rate", "of matmul", "speed", "memory", "error", "")
 
 
 def number(value: float) -> float | None:
@@ -34,7 +39,7 @@ def row_record(row: Row, case: Case, timings: list[Timing], peaks: dict[str, Any
                 "rounds": t.rounds,
                 "flops_per_second": number(flops_rate) if case.flops else None,
                 "bytes_per_second": number(bytes_rate) if case.bytes else None,
-                "share_of_peak": number(share) if case.flops or case.bytes else None,
+                "share_of_matmul": number(share) if case.flops or case.bytes else None,
                 "speed": number(base / t.seconds),
                 "peak_bytes": number(t.peak_bytes),
                 "error": number(t.error),
@@ -84,7 +89,7 @@ def contender_cells(c: dict[str, Any], baseline: str) -> list[str]:
         show_time(seconds),
         f"{(c['slowest'] - c['fastest']) / seconds:.0%}",
         f"{rate / 1e9:.1f} {unit}" if rate else "-",
-        f"{c['share_of_peak']:.0%}" if c["share_of_peak"] else "-",
+        f"{c['share_of_matmul']:.0%}" if c["share_of_matmul"] else "-",
         speed,
         show_memory(c["peak_bytes"]),
         f"{c['error']:.0e}",
@@ -97,7 +102,7 @@ def machine_line(machine: dict[str, Any], peaks: dict[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} threads; torch {machine['torch']} "
         f"({machine['torch_cpu_isa']}), mha_ext {machine['mha_ext']} ({machine['mha_ext_cpu_isa']}), "
-        f"Python {machine['python']}\nmeasured peaks (torch's matrix product and copy): {rates}, "
+        f"Python {machine['python']}\ntorch's matrix product and copy reach: {rates}, "
         f"copy {peaks['copy'] / 1e9:.1f} GB/s"
     )
 
@@ -196,9 +201,4 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
     for claim in report["claims"]:
         console.print(f"claim: {claim['claim']}\n  here: {claim['here']}", highlight=False, markup=False)
-    console.print(
-        "time: median; spread: (slowest - fastest) / time; speed: against the row's base; memory: growth of the "
-        "resident set during the call, outputs included; error: relative to torch in fp32.",
-        style="dim",
-        highlight=False,
-    )
+    console.print(LEGEND, style="dim", highlight=False)
