@@ -8,6 +8,7 @@ import pytest
 import test_compile
 import test_dynamic_shapes
 import test_nested
+import test_opcheck
 import test_pytrees
 import torch
 from test_compile import (  # noqa: F401  (collected here, too)
@@ -16,11 +17,10 @@ from test_compile import (  # noqa: F401  (collected here, too)
     test_compiled_dropout_differs_from_call_to_call,
     test_export_of_a_block_and_of_softmax_and_heads,
     test_jacrev_and_hessian,
-    test_opcheck_attention_cached,
-    test_opcheck_the_small_ops,
     test_strided_inputs_keep_the_promised_layout_when_compiled,
 )
 from test_nested import test_cross_attention, test_is_what_packed_sequences_give  # noqa: F401
+from test_opcheck import test_opcheck_attention_cached, test_opcheck_the_small_ops  # noqa: F401
 from test_pytrees import test_made_and_moved_in_compiled_code  # noqa: F401
 from torch_on_cpu import simulated, torch_on_cpu
 
@@ -80,9 +80,9 @@ def test_masks_and_biases_as_arguments(n):
 
 
 @pytest.mark.parametrize("how", ["plain", "band"])
-def test_opcheck(how):
-    on_cuda(test_compile.test_opcheck_attention_fwd, how, True, "bshd")
-    on_cuda(test_compile.test_opcheck_attention_bwd, how, how == "band")
+def test_opcheck_of_attention(how):
+    on_cuda(test_opcheck.test_opcheck_attention_fwd, how, True, "bshd")
+    on_cuda(test_opcheck.test_opcheck_attention_bwd, how, how == "band")
 
 
 def test_with_the_default_backend(monkeypatch):
