@@ -60,10 +60,9 @@ class RopeScaling:
             lengths = given["original_max_position_embeddings"]
             return Llama3Scaling(given["factor"], lengths, given["low_freq_factor"], given["high_freq_factor"])
         if kind == "yarn" and not any(given.get(name) for name in ("mscale", "mscale_all_dim")) and given.get("truncate", True):
-            fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
-            return YaRNScaling(
-                given["factor"], given["original_max_position_embeddings"], fast, slow, given.get("attention_factor")
-            )
+            names = {"beta_fast": "fast", "beta_slow": "slow", "attention_factor": "attention_factor"}
+            options = {name: given[theirs] for theirs, name in names.items() if given.get(theirs) is not None}
+            return YaRNScaling(given["factor"], given["original_max_position_embeddings"], **options)
         raise ValueError(
             f"rope_parameters are {given}; accepted: rope_type default, linear, llama3 or yarn (without mscale, mscale_all_dim "
             "and truncate=False): rotate outside, and pass the heads to mha_ext.attention."
@@ -177,7 +176,7 @@ class RotaryEmbedding(NotScriptable, torch.nn.Module):
             frequencies = self.scaling.frequencies(frequencies, self.base)
         angles = positions[..., None].to(dtype) * frequencies  # [S,half], or [B,1,S,half]
         cos, sin = angles.cos(), angles.sin()
-        if self.scaling is not None and self.scaling.magnitude != 1.0:
+        if self.scaling is not None:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
         low, high = x[..., :half].to(dtype), x[..., half:].to(dtype)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_modules import randn, rotate
 from test_refusals import refusal
 
 from mha_ext import nn
 from mha_ext.nn import LinearScaling, Llama3Scaling, NTKScaling, RopeScaling, RotaryEmbedding, YaRNScaling
 
-SCALINGS = [LinearScaling(4.0), NTKScaling(4.0), YaRNScaling(8.0, 128), YaRNScaling(8.0, 64, 16.0, 2.0, 1.5), Llama3Scaling(8.0, 64, 1.0, 4.0)]  # fmt: skip
+SCALINGS = [LinearScaling(4.0), NTKScaling(4.0), YaRNScaling(8.0, 128), YaRNScaling(8.0, 64, 16.0, 0.5, 1.5), Llama3Scaling(8.0, 64, 1.0, 4.0)]  # fmt: skip
 OF_TRANSFORMERS = {
     "default": {},
     "linear": {"factor": 4.0},
@@ -19,6 +20,10 @@ OF_TRANSFORMERS = {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 16.0, "beta_slow": 2.0,
         "attention_factor": 1.5,
     },
+    "yarn, far apart": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 64.0, "beta_slow": 0.01,
+    },
+    "yarn, less than one turn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 6},
 }  # fmt: skip
 
 
@@ -58,12 +63,27 @@ def test_frequencies_are_those_of_transformers(kind, head_dim, base):
     assert abs(magnitude - factor) < 1e-12
 
 
+def test_rope_makes_scores_depend_on_distance_alone():
+    rope = RotaryEmbedding(8)
+    q, k = randn(1, 1, 1, 8), randn(1, 1, 1, 8, seed=1)
+    scores = [(rope(q, start=5 + n) * rope(k, start=2 + n)).sum().item() for n in (0, 3, 40)]
+    assert max(scores) - min(scores) < 1e-10
+    x = randn(2, 3, 6, 8, seed=2)
+    torch.testing.assert_close(rope(x), rotate(x, torch.arange(6), 10000.0))
+    torch.testing.assert_close(rope(x, torch.tensor([4, 9]))[1], rotate(x[1], torch.arange(9, 15), 10000.0))
+    torch.testing.assert_close(rope(x).norm(dim=-1), x.norm(dim=-1))
+    far = rope(x.bfloat16(), 30000)  # a position that bfloat16 does not hold: the angles are made in float32
+    torch.testing.assert_close(far.float(), rotate(x.bfloat16().float(), torch.arange(30000, 30006), 10000.0), atol=0.02, rtol=0.01)
+
+
 def test_ntk_divides_the_slowest_pair_and_keeps_the_fastest():
     plain, scaled = (frequencies_of(RotaryEmbedding(64, 10000.0, s))[0] for s in (None, NTKScaling(4.0)))
     ratio = plain / scaled
     assert ratio[0] == 1 and abs(ratio[-1] - 4) < 1e-9 and (ratio.diff() > 0).all()
     # As by a larger base.
     torch.testing.assert_close(scaled, frequencies_of(RotaryEmbedding(64, 10000.0 * 4 ** (64 / 62)))[0], rtol=1e-9, atol=0)
+    four, scaled = (frequencies_of(RotaryEmbedding(4, 10000.0, s))[0] for s in (None, NTKScaling(4.0)))
+    torch.testing.assert_close(four / scaled, torch.tensor([1.0, 4.0]).double())
     two = RotaryEmbedding(2, 10000.0, NTKScaling(4.0))
     assert frequencies_of(two)[0].tolist() == frequencies_of(RotaryEmbedding(2))[0].tolist()
 
@@ -94,7 +114,8 @@ def test_position_ids(scaling):
     torch.testing.assert_close(rope(x, position_ids=ids), rope(x, starts), rtol=0, atol=0)
     torch.testing.assert_close(rope(x, position_ids=ids[:1]), rope(x, 4), rtol=0, atol=0)
     order = torch.tensor([3, 0, 4, 4, 1])
-    torch.testing.assert_close(rope(x[:, :, order], position_ids=order), rope(x)[:, :, order], rtol=0, atol=0)
+    for given in (order, order.tolist()):
+        torch.testing.assert_close(rope(x[:, :, order], position_ids=given), rope(x)[:, :, order], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -125,11 +146,19 @@ def test_refusals():
     for wrong in (torch.arange(4), torch.zeros(3, 5, dtype=torch.int64)):
         refusal(lambda wrong=wrong: RotaryEmbedding(8)(x, position_ids=wrong), "position_ids", "[2,5]", kind=ValueError)
     refusal(lambda: RotaryEmbedding(8)(x, position_ids=torch.zeros(5)), "position_ids", "integer tensor", kind=ValueError)
+    refusal(lambda: RotaryEmbedding(8)(x, position_ids=torch.zeros(5, dtype=torch.int64, device="meta")), "position_ids", "meta", kind=ValueError)
     refusal(lambda: RotaryEmbedding(8)(x[..., :6]), "[2,3,5,6]", "[B,H,S,8]", kind=ValueError)
+    refusal(lambda: RotaryEmbedding(8)(x.long()), "x is int64", "float32", kind=TypeError)
+    for wrong in (True, 1.5):
+        refusal(lambda wrong=wrong: RotaryEmbedding(8)(x, wrong), f"start is {wrong}", "an int", kind=TypeError)
+    refusal(lambda: RotaryEmbedding(7), "head_dim is 7", "even", kind=ValueError)
+    refusal(lambda: RotaryEmbedding(0), "head_dim is 0", "int >= 1", kind=ValueError)
     refusal(lambda: nn.SelfAttention(8, 2)(torch.randn(1, 3, 8), position_ids=torch.arange(3)), "position_ids", "rope", kind=ValueError)
     refusal(lambda: nn.SelfAttention(8, 2, rope_scaling=LinearScaling(2.0)), "rope_scaling", "rope=True", kind=ValueError)
     refusal(lambda: RotaryEmbedding(8, 100.0, 4.0), "scaling is 4.0", "LinearScaling", kind=TypeError)
     refusal(lambda: LinearScaling(0.5), "factor is 0.5", ">= 1", kind=ValueError)
+    refusal(lambda: LinearScaling(None), "factor is None", "a number", kind=TypeError)
+    refusal(lambda: YaRNScaling(2.0, 64, attention_factor=-1.0), "attention_factor is -1.0", "positive", kind=ValueError)
     refusal(lambda: YaRNScaling(2.0, 0), "original_length is 0", "positive", kind=ValueError)
     refusal(lambda: YaRNScaling(2.0, 8, float("inf")), "fast is inf", "positive", kind=ValueError)
     refusal(lambda: Llama3Scaling("2"), "factor is", "a number", kind=TypeError)

@@ -118,19 +118,6 @@ def test_self_attention_takes_mask_objects():
     torch.testing.assert_close(module(x, masks.Padding(lengths)), plain(module, x, causal=True, mask=dense))
 
 
-def test_rope_makes_scores_depend_on_distance_alone():
-    rope = nn.RotaryEmbedding(8)
-    q, k = randn(1, 1, 1, 8), randn(1, 1, 1, 8, seed=1)
-    scores = [(rope(q, start=5 + n) * rope(k, start=2 + n)).sum().item() for n in (0, 3, 40)]
-    assert max(scores) - min(scores) < 1e-10
-    x = randn(2, 3, 6, 8, seed=2)
-    torch.testing.assert_close(rope(x), rotate(x, torch.arange(6), 10000.0))
-    torch.testing.assert_close(rope(x, torch.tensor([4, 9]))[1], rotate(x[1], torch.arange(9, 15), 10000.0))
-    torch.testing.assert_close(rope(x).norm(dim=-1), x.norm(dim=-1))
-    far = rope(x.bfloat16(), 30000)  # a position that bfloat16 does not hold: the angles are made in float32
-    torch.testing.assert_close(far.float(), rotate(x.bfloat16().float(), torch.arange(30000, 30006), 10000.0), atol=0.02, rtol=0.01)
-
-
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_modules_in_training_with_dropout_and_under_autocast(kind):
     module = (nn.SelfAttention if kind == "self" else nn.CrossAttention)(16, 4, dropout=0.5, qk_norm=True)
