@@ -147,7 +147,7 @@ class Lines:
 
     def __init__(self, path: Path, to: Path):
         self.path, self.to = str(path), to
-        self.tests: dict[int, list[str]] = {}
+        self.tests: dict[int, list[tuple[float, str]]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -160,6 +160,7 @@ class Lines:
         def calls(frame, event, argument):
             return trace(frame, event, argument) if frame.f_code.co_filename == self.path else None
 
+        start = time.monotonic()
         threading.settrace(calls)
         sys.settrace(calls)
         try:
@@ -168,20 +169,22 @@ class Lines:
             sys.settrace(None)
             threading.settrace(None)
             for line in lines:
-                self.tests.setdefault(line, []).append(item.nodeid)
+                self.tests.setdefault(line, []).append((time.monotonic() - start, item.nodeid))
 
     def pytest_sessionfinish(self):
         self.to.write_text(json.dumps([self.tests, list(sys.modules)]))
 
 
 class Chosen:
-    """A plugin of pytest that leaves out all tests but these, if there are any."""
+    """A plugin of pytest that runs only these tests, the shortest first; all, if there are none."""
 
-    def __init__(self, tests: set[str]):
-        self.tests = tests
+    def __init__(self, tests: list[tuple[float, str]]):
+        self.took = {name: took for took, name in tests}
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if not self.tests or item.nodeid in self.tests]
+        if self.took:
+            items[:] = [item for item in items if item.nodeid in self.took]
+            items.sort(key=lambda item: self.took[item.nodeid])
 
 
 def run_tests(path: Path, tree: ast.Module, arguments: list[str], limit: float, plugin: object) -> int | None:
@@ -216,8 +219,8 @@ def run_tests(path: Path, tree: ast.Module, arguments: list[str], limit: float, 
     return None
 
 
-def without_mutant(path: Path, tree: ast.Module, arguments: list[str]) -> dict[int, list[str]] | None:
-    """The tests that run each line, or None if one fails; imports here what is not of this project and they need, once for all."""
+def without_mutant(path: Path, tree: ast.Module, arguments: list[str]) -> dict[int, list[tuple[float, str]]] | None:
+    """The tests that run each line, and how long they take, or None if one fails; imports here, once, what they need of others."""
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder) / "lines"
         if run_tests(path, tree, arguments, 3600, Lines(path, to)) != 0:
@@ -227,7 +230,7 @@ def without_mutant(path: Path, tree: ast.Module, arguments: list[str]) -> dict[i
         if name.split(".")[0] in ("torch", "numpy", "sympy", "transformers"):
             with contextlib.suppress(Exception):  # some come into being with others
                 importlib.import_module(name)
-    return {int(line): names for line, names in tests.items()}
+    return {int(line): of_line for line, of_line in tests.items()}
 
 
 def accepted() -> set[tuple[str, ...]]:
@@ -276,7 +279,7 @@ def main() -> int:
         if time.monotonic() - start > given.seconds:
             break
         tried += 1
-        chosen = Chosen({test for x in statement(tree, line) for test in tests.get(x, ())})
+        chosen = Chosen([test for x in statement(tree, line) for test in tests.get(x, ())])
         code = run_tests(path, mutant, arguments, 3 * alone + 20, chosen)
         if code == 0:
             survivors += 1

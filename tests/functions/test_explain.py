@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 
 import pytest
 import torch
 
 import mha_ext
-from mha_ext import explain, masks
+from mha_ext import _call, explain, masks
+from mha_ext.explain import log, plan_of
 
 
 def qkv(B=2, H=4, Hk=2, Sq=96, Sk=96, D=16, Dv=8, dtype=torch.float32, device="cpu"):
@@ -270,3 +272,76 @@ def test_predicts_how_busy_threads_are():
     plain = explain(*qkv(B=1, H=1, Hk=1, Sq=640, Sk=640)).efficiency[64]
     assert plain != explain(*qkv(B=1, H=1, Hk=1, Sq=640, Sk=640), mask=masks.Causal()).efficiency[64]
     assert explain(*qkv(B=0)).efficiency[64] == (0, 0) and "?" in str(explain(*qkv(B=0)))
+
+
+def test_takes_what_attention_takes():
+    ours, attentions = ([(x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()] for f in (explain, mha_ext.attention))
+    assert ours == [x for x in attentions if x[0] != "foreign"]
+
+
+def plan_during(call):
+    """The plan of the one call of attention in there."""
+    found, before = [], _call.listener
+    _call.listener = lambda given, call: found.append(plan_of(given, call))
+    try:
+        call()
+    finally:
+        _call.listener = before
+    (plan,) = found
+    return plan
+
+
+def test_a_plan_of_packed_sequences():
+    """Of the pairs that they have together, with blocks and tasks as of the longest alone."""
+    q, k, v = torch.randn(12, 4, 16), torch.randn(14, 2, 16), torch.randn(14, 2, 8)
+    starts = torch.tensor([0, 3, 12]), torch.tensor([0, 5, 14])
+    plan = plan_during(lambda: mha_ext.attention_varlen(q, k, v, *starts))
+    assert plan.call.startswith("attention_varlen of q [12,4,16], k [14,2,16], v [14,2,8] in float32 on cpu, ")
+    assert plan.call.endswith("2 sequences of up to 9 queries and 9 keys")
+    assert plan.flops == plan.flops_dense == 2 * 4 * (16 + 8) * (3 * 5 + 9 * 9)
+    assert plan.memory_unfused == 4 * 4 * (3 * 5 + 9 * 9) and plan.keys_per_query == (5, 9)
+    out_and_statistics = 12 * 4 * (8 + 2) * 4
+    assert plan.bytes_moved == q.nbytes + k.nbytes + v.nbytes + out_and_statistics
+    longest = explain(*qkv(B=1, Sq=9, Sk=9))
+    assert plan.blocks == longest.blocks and plan.tasks == longest.tasks and plan.advice == []
+    assert plan.memory == out_and_statistics + plan.workspace[0]
+
+
+def test_a_plan_of_a_cache():
+    q, table = torch.randn(2, 4, 1, 16), torch.tensor([[0, 5, 1], [3, 2, 4]])
+    k, v = (torch.zeros(7, 2, 8, n, dtype=torch.int8) for n in (16, 8))
+    scales = {name: torch.ones(2, 2) for name in ("k_scale", "v_scale")}
+    plan = plan_during(lambda: mha_ext.attention_cached(q, k, v, block_table=table, **scales))
+    assert plan.call == "attention_cached of q [2,4,1,16], k [7,2,8,16], v [7,2,8,8] in float32 on cpu, up to 24 keys in int8"
+    assert plan.kernel == f"attention_cached on the CPU, {mha_ext._ops.cpu_isa()}" and plan.blocks is plan.efficiency is None
+    assert plan.flops == 2 * 2 * 4 * 24 * (16 + 8) and plan.memory == 2 * 4 * (8 + 2) * 4
+    assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) + plan.memory
+    assert "blocks" not in str(plan) and "workspace" not in str(plan) and "busy" not in str(plan)
+
+
+def test_the_log_prints_each_kind_of_call_once(capsys, monkeypatch):
+    monkeypatch.setattr(_call, "listener", log)
+    monkeypatch.setitem(log.__globals__, "_logged", set())
+    q, k, v = qkv(Hk=4)
+    kinds = [
+        lambda: mha_ext.attention(q, k, v),
+        lambda: mha_ext.attention(q, k, v, mask=masks.Causal()),
+        lambda: mha_ext.attention(q, k, v, bias=torch.zeros(96, 96)),
+        lambda: mha_ext.attention(q, k, v, dropout_p=0.5),
+        lambda: mha_ext.attention(q, k, v, return_weights=True),
+        lambda: mha_ext.attention(q, k, v, pre_mix=torch.eye(4)),
+        lambda: mha_ext.attention(q, k, v, pre_mix=torch.eye(4), return_weights=True),
+        lambda: mha_ext.attention(q, k, v, post_mix=torch.eye(4), dropout_p=0.5),
+        lambda: mha_ext.attention(q.mT.contiguous().mT, k, v),
+        lambda: mha_ext.attention_qkvpacked(torch.randn(1, 9, 3, 2, 8)),
+    ]
+    for call in kinds:
+        for plans in (1, 0):
+            call()
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("mha_ext: attention") == plans
+    strange = torch.randn(3, 1, 2, 5, 8)
+    torch.vmap(mha_ext.attention)(strange, strange, strange)
+    sub = torch.randn(1, 2, 6, 8).as_subclass(type("Sub", (torch.Tensor,), {}))
+    mha_ext.attention(sub, sub, sub)
+    assert capsys.readouterr().err == ""

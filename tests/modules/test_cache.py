@@ -6,6 +6,7 @@ import cases
 import oracle
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
 from mha_ext import nn
@@ -129,13 +130,20 @@ def test_truncate_never_lengthens_and_a_ring_has_limits():
     assert cache.lengths.tolist() == [40, 10, 0]
     cache.truncate(5)
     assert cache.lengths.tolist() == [5, 5, 0]
+    cache.truncate(0)
+    assert cache.lengths.tolist() == [0] * B
     ring = make(capacity=20, window=12)
     in_steps(ring, q, k, v, [])
     ring.truncate(36)
+    ring.truncate(32)
     with pytest.raises(ValueError, match="go back too far; a ring of capacity 20 for a window of 12 accepts up to 8"):
         ring.truncate(31)
     ring.reset(0)
-    assert ring.lengths.tolist() == [0, 36, 36]
+    assert ring.lengths.tolist() == [0, 32, 32]
+    ring = make(capacity=20, window=12)  # where the 21st position is, the first was
+    in_steps(ring, *(x[:, :, :21] for x in (q, k, v)), [])
+    with pytest.raises(ValueError, match="go back too far"):
+        ring.truncate(3)
 
 
 def test_reorder_for_beam_search():
@@ -157,6 +165,29 @@ def test_a_cache_is_used_again_after_reset():
     first = in_steps(cache, q, k, v, [100, 1])
     cache.reset()
     assert torch.equal(in_steps(cache, q, k, v, [100, 1]), first)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often values are looked at, for which a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op._opname == "_local_scalar_dense"
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_capacity_is_checked_without_looking_at_lengths():
+    _, k, v = whole(length=16)
+    cache = make(capacity=16)
+    with Reads() as reads:
+        for n, stay in ((10, 10), (6, 4), (12, 0), (16, None), (16, 16)):
+            cache.append(k[:, :, :n], v[:, :, :n])
+            cache.reset() if stay is None else cache.truncate(stay)
+        assert reads.count == 0
+        with pytest.raises(ValueError, match="sequences of up to 16"):
+            cache.append(k[:, :, :1], v[:, :, :1])
+        assert reads.count == 1
 
 
 def test_capacity():

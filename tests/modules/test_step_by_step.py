@@ -131,10 +131,23 @@ def test_many_queries_are_taken_in_parts(many, kind, monkeypatch):
     compare(kind, MASKS["intervals"], BIASES["dense so far"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [{}, {"mask": masks.Causal()}, {"bias": biases.ALiBi(biases.alibi_slopes(H))}], ids=str)
 @torch.no_grad()
-def test_ragged_sequences(kind):
-    """Each sequence's positions are its own."""
+def test_only_what_may_become_dense_is_taken_in_parts(given, monkeypatch):
+    attention, sizes = KVCache._attention, []
+    monkeypatch.setattr("mha_ext.nn.kv_cache._MANY_QUERIES", 5)
+    monkeypatch.setattr(KVCache, "_attention", lambda self, q, **more: sizes.append(q.shape[2]) or attention(self, q, **more))
+    module = plain(None)
+    module(randn(B, 12, 32), cache=cache_of("contiguous", module), **given)
+    assert sizes == ([5, 5, 2] if given else [12])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("many", [4, 1024])
+@torch.no_grad()
+def test_ragged_sequences(many, kind, monkeypatch):
+    """Each sequence's positions are its own, also where queries are taken in parts."""
+    monkeypatch.setattr("mha_ext.nn.kv_cache._MANY_QUERIES", many)
     module = plain(20 if kind == "ring" else None)
     x = randn(B, N, 32, seed=8)
     mask = masks.Documents(IDS) & masks.Strided(2, 1, 5) & masks.Window(30, 1)
