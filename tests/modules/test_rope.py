@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_modules import randn, rotate
 from test_refusals import refusal
+from test_self_attention import randn, rotate
 
 from mha_ext import nn
 from mha_ext.nn import LinearScaling, Llama3Scaling, NTKScaling, RopeScaling, RotaryEmbedding, YaRNScaling
