@@ -34,6 +34,7 @@ class Plan:
     bytes_moved: int  # every input and output once
     memory: int  # outputs, what backward keeps besides the inputs, copies, and the forward workspace
     memory_unfused: int  # one fp32 matrix of scores, 4*B*H*Sq*Sk, as the textbook way stores it
+    keys_per_query: tuple[int, int]  # the fewest and the most that bands and intervals let a query see
     # Of the CPU kernels:
     blocks: tuple[int, int] | None = None  # how many queries and keys are worked on together
     tasks: tuple[int, int] | None = None  # what the threads share, forward and backward
@@ -43,7 +44,6 @@ class Plan:
     # included. 0 where it is not known.
     efficiency: dict[int, tuple[float, float]] | None = None
     advice: list[str] = field(default_factory=list)
-    keys_per_query: tuple[int, int] | None = None  # the fewest and the most that bands and intervals let a query see
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -53,7 +53,7 @@ class Plan:
             f" ({100 * self.flops / self.flops_dense:.0f} % of the unmasked)" if self.flops < self.flops_dense else ""
         )
         most = "" if self.flops_exact else "at most "
-        few, many = self.keys_per_query or (0, 0)
+        few, many = self.keys_per_query
         seen = f"{many if few == many or most else f'{few} to {many}'} keys"
         unfused = f"unfused scores alone would take {_amount(self.memory_unfused, 'B')}"
         blocks = workspace = ""
@@ -234,7 +234,7 @@ def log(given: Given, call: Call) -> None:
         first = kind not in _logged
         _logged.add(kind)
     if first:
-        print(f"mha_ext: {plan_of(given, call)}", file=sys.stderr, flush=True)
+        print(f"mha_ext: {plan_of(given, call)}", file=sys.stderr)
 
 
 if os.environ.get("MHA_EXT_LOG", "0") not in ("", "0"):

@@ -113,7 +113,7 @@ def mutants(tree: ast.Module) -> list[tuple[str, int, str, str, ast.Module]]:
                         value[i] = child
                     else:
                         setattr(node, field, child)
-                    about = child if not isinstance(child, ast.Constant) or isinstance(node, ast.Assign) else node
+                    about = node if isinstance(child, ast.Constant) else child
                     before = ast.unparse(about).splitlines()[0]
                     after = (
                         ast.unparse(new)

@@ -10,7 +10,7 @@ import torch
 
 import mha_ext
 from mha_ext import _call, explain, masks
-from mha_ext.explain import log, plan_of
+from mha_ext.explain import _band, log, plan_of
 
 
 def qkv(B=2, H=4, Hk=2, Sq=96, Sk=96, D=16, Dv=8, dtype=torch.float32, device="cpu"):
@@ -65,7 +65,7 @@ def test_tasks_and_workspace_follow_the_problem():
     assert small.memory >= small.workspace[0] + 2 * 2 * 96 * (8 + 2) * 4  # with the output and the row statistics
 
 
-def test_what_is_not_used_has_a_reason():
+def test_what_is_not_used_has_a_reason(monkeypatch):
     plan = explain(*qkv())
     x86, arm = ["avx2", "avx512", "avx512_bf16", "amx"], ["neon", "neon_bf16"]
     isas = ["scalar", *{"x86_64": x86, "AMD64": x86, "aarch64": arm, "arm64": arm}.get(platform.machine(), [])]
@@ -73,6 +73,10 @@ def test_what_is_not_used_has_a_reason():
     assert set(plan.refusals) == {*better, "cuda"} and all(plan.refusals.values())
     if mha_ext._ops.without_cuda:
         assert plan.refusals["cuda"] == mha_ext._ops.without_cuda
+    monkeypatch.setattr(mha_ext._ops, "cpu_isa", lambda: "scalar")
+    for isa, reason in explain(*qkv()).refusals.items():
+        there = isa in mha_ext._ops.available_isas()
+        assert isa == "cuda" or ("names another" if there else "does not have it") in reason
 
 
 def test_copies_have_a_reason_and_take_memory():
@@ -128,7 +132,7 @@ def test_advice(advised, given):
 @pytest.mark.parametrize(
     "wrong",
     [{"mask": torch.ones(3, 96)}, {"mask": torch.ones(5, 96, dtype=torch.bool)}, {"bias": torch.ones(5, 96)},
-     {"dropout_p": 1.5}, {"dropout_p": 0.5, "rng_state": torch.zeros(2)}, {"softcap": -1.0}, {"scale": "big"},
+     {"dropout_p": 1.5}, {"dropout_p": 0.5, "rng_state": torch.zeros(2)}, {"dropout_p": 1.0, "rng_state": 3}, {"softcap": -1.0}, {"scale": "big"},
      {"deterministic": 1}, {"sinks": torch.zeros(5)}],
     ids=lambda given: ",".join(given),
 )  # fmt: skip
@@ -139,6 +143,15 @@ def test_raises_what_attention_raises(wrong):
             function(*qkv(), **wrong)
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]
+
+
+def test_dropout_takes_room_and_nothing_is_drawn():
+    x = qkv()
+    plain, before = explain(*x, rng_state=torch.zeros(2)), torch.get_rng_state()  # which attention would not look at either
+    for p in (0.5, 1.0):
+        plan = explain(*x, dropout_p=p)
+        assert all(more > less for more, less in zip(plan.workspace, plain.workspace))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +217,9 @@ def test_work_of_talking_heads():
     q, k, v = qkv()
     pairs, mix = 2 * 96 * 96, torch.eye(4)
     assert explain(q, k, v).flops == pairs * 4 * 2 * (16 + 8)
-    assert explain(q, k, v, pre_mix=mix).flops == pairs * 4 * 2 * (16 + 8 + 4)
+    for one in ({"pre_mix": mix}, {"post_mix": mix}):
+        plan = explain(q, k, v, **one)
+        assert plan.flops == pairs * 4 * 2 * (16 + 8 + 4) and "attention_mixed_fwd" in plan.kernel
     both = explain(q, k, v, pre_mix=mix, post_mix=mix)
     assert (
         both.flops == pairs * 4 * 2 * (16 + 8 + 8) and "attention_mixed_fwd" in both.kernel and "pre_mix" in str(both)
@@ -317,6 +332,37 @@ def test_a_plan_of_a_cache():
     assert plan.flops == 2 * 2 * 4 * 24 * (16 + 8) and plan.memory == 2 * 4 * (8 + 2) * 4
     assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) + plan.memory
     assert "blocks" not in str(plan) and "workspace" not in str(plan) and "busy" not in str(plan)
+
+
+def test_a_plan_of_tensors_without_a_kernel_of_ours():
+    plan = explain(*qkv(device="meta"))
+    assert plan.kernel == "attention_fwd on meta" and plan.threads == 1 and plan.refusals == {} and plan.blocks is None
+
+
+@pytest.mark.parametrize("Sq,Sk", [(9, 9), (6, 9), (9, 6)])
+@pytest.mark.parametrize(
+    "mask",
+    [masks.Causal(), masks.Causal("top_left"), masks.Window(2, 1), masks.Window(None, 2), masks.Window(3, None), masks.Window(4, 1) & masks.Causal("top_left"),
+     masks.Window(0, 0) & masks.Causal("top_left")],
+    ids=repr,
+)  # fmt: skip
+def test_the_band_is_that_of_the_mask(mask, Sq, Sk):
+    """Which is told to the planner; where none of the pairs on an edge exists, it may be wider."""
+    q, k, v = qkv(Sq=Sq, Sk=Sk)
+    low, high = _band(_call.lower(q, k, v, mask=mask), Sq, Sk)
+    distance = torch.arange(Sk) - torch.arange(Sq)[:, None]
+    inside = torch.ones(Sq, Sk, dtype=torch.bool)
+    for limit, side in ((low, distance.ge), (high, distance.le)):
+        inside &= True if limit is None else side(limit)
+    assert torch.equal(inside, mask.to_dense(Sq, Sk)[0, 0])
+    assert (low is None) == ("Window(None" in repr(mask) or "Window" not in repr(mask)) and (high is None) == (repr(mask) == "Window(3, None)")
+
+
+def test_nothing_is_predicted_of_a_backward_that_sums_a_bias():
+    bias = torch.zeros(96, 96)
+    known, unknown = (explain(*qkv(), bias=bias.clone().requires_grad_(learned)) for learned in (False, True))
+    assert all(both[1] > 0 for both in known.efficiency.values()) and all(both[1] == 0 for both in unknown.efficiency.values())
+    assert "? backward" in str(unknown) and "?" not in str(known)
 
 
 def test_the_log_prints_each_kind_of_call_once(capsys, monkeypatch):

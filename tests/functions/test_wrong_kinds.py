@@ -333,12 +333,29 @@ def test_names_of_other_libraries(call, names, called):
         call(colour=1)
 
 
+def said(name, **given):
+    """The masks and biases that the sentence about another library's name gives, in its order."""
+    found = re.findall(r"=((?:masks|biases)\.\w+\([^)]*\)|~?\w+(?:\.bool\(\))?\[.*?\])", mha_ext._foreign.FUNCTIONS[name])
+    return [eval(expression, {"masks": masks, "biases": biases, **given}) for expression in found]
+
+
 def test_the_fixes_give_what_the_names_mean():
-    q, slopes = randn(B, H, S, D), torch.rand(H)
-    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, mha_ext.attention
-    torch.testing.assert_close(ours(q, q, q, mask=masks.Causal("top_left")), sdpa(q, q, q, is_causal=True))
-    hidden = torch.arange(S) >= torch.tensor([[S], [2]])
-    torch.testing.assert_close(ours(q, q, q, mask=~hidden[:, None, None, :]), sdpa(q, q, q, ~hidden[:, None, None, :]))
-    seen = masks.Window(3 - 1, 0).to_dense(1, 1, S, S)[0, 0]
-    assert seen.sum(-1).tolist() == [1, 2, 3, 3, 3]  # sliding_window=3
-    assert ours(q, q, q, bias=biases.ALiBi(slopes)).shape == q.shape
+    q, slopes, lengths = randn(B, H, S, D), torch.rand(H), torch.tensor([S, 2])
+    sdpa, ours, short = torch.nn.functional.scaled_dot_product_attention, mha_ext.attention, q[:, :, :3]
+    first, last = said("is_causal")
+    torch.testing.assert_close(ours(short, q, q, mask=first), sdpa(short, q, q, is_causal=True))
+    for mask in (last, *said("causal")):
+        torch.testing.assert_close(ours(short, q, q, mask=mask), sdpa(short, q, q, torch.ones(3, S).tril(S - 3).bool()))
+    hidden = torch.arange(S) >= lengths[:, None]
+    paddings = [
+        *said("key_padding_mask", key_padding_mask=hidden, lengths=lengths), *said("attention_mask", attention_mask=(~hidden).long(), lengths=lengths),
+        *said("cache_seqlens", cache_seqlens=lengths),
+    ]  # fmt: skip
+    assert len(paddings) == 5
+    for mask in paddings:
+        torch.testing.assert_close(ours(q, q, q, mask=mask), sdpa(q, q, q, ~hidden[:, None, None, :]))
+    (window,) = said("sliding_window", sliding_window=3)
+    assert window.to_dense(1, 1, S, S)[0, 0].sum(-1).tolist() == [1, 2, 3, 3, 3]
+    (alibi,) = said("alibi_slopes", alibi_slopes=slopes)
+    distance = -(torch.arange(S)[:, None] - torch.arange(S)).abs()
+    torch.testing.assert_close(ours(q, q, q, bias=alibi), sdpa(q, q, q, slopes[:, None, None] * distance))
