@@ -322,7 +322,7 @@ def _layout_advice(given: Given, call: Call) -> list[str]:
 def _advice(given: Given, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:
     advice = []
     dense = args.mask
-    if dense is not None and dense.numel() > 0:
+    if dense is not None and dense.numel() > 1:
         if dense.shape[2:] == (Sq, Sk) and Sq > 1:
             for name, o in (("masks.Causal()", Sk - Sq), ('masks.Causal("top_left")', 0)):
                 if bool((dense == torch.ones(Sq, Sk, dtype=torch.bool, device=dense.device).tril(o)).all()):

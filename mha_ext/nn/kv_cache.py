@@ -260,7 +260,7 @@ class KVCache(torch.nn.Module):
         return [(rows, slots), (rows, slots + self.capacity)]
 
     def _reorder_storage(self, indices: Tensor) -> None:
-        known = self.window is None and _checks.values_known(self.lengths)
+        known = _checks.values_known(self.lengths)
         end = int(self.lengths.max()) if known else self._storage()[1]  # beyond it there is nothing to keep
         for name in ("k", "v", "k_scale", "v_scale"):
             self._take(name, indices, end)

@@ -53,7 +53,8 @@ def test_advice_names_the_alignment(Sq, Sk):
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0, "Hk": 0}, {"Sq": 0}, {"Sk": 0}, {"D": 0}, {"Dv": 0}], ids=str)
 def test_sizes_of_zero(sizes):
     plan = explain(*qkv(**sizes), mask=masks.Causal())
-    assert plan.memory >= 0 and str(plan)
+    assert plan.memory >= 0 and str(plan) and plan.advice == []
+    assert ("Sq" not in sizes and "B" not in sizes) or plan.keys_per_query == (0, 0)
     assert (plan.flops_dense == 0) == (sizes not in ({"D": 0}, {"Dv": 0}))
 
 
@@ -129,6 +130,16 @@ def test_advice(advised, given):
     assert explain(q, k, v).advice == []
 
 
+def test_advice_on_small_masks():
+    def advice(*seen):
+        return explain(*qkv(Sq=1, Sk=len(seen)), mask=torch.tensor([seen], dtype=torch.bool)).advice
+
+    assert advice() == advice(1) == advice(0) == []
+    assert ["masks.Padding" in x for x in advice(1, 0)] == ["masks.LeftPadding" in x for x in advice(0, 1)] == [True]
+    assert ["masks.Padding" in x for x in advice(1, 1, 1)] == [True]
+    assert explain(*qkv(Sq=2, Sk=0), mask=torch.ones(2, 0, dtype=torch.bool)).advice == []
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"mask": torch.ones(3, 96)}, {"mask": torch.ones(5, 96, dtype=torch.bool)}, {"bias": torch.ones(5, 96)},
@@ -187,6 +198,9 @@ def test_advice_where_heads_and_positions_look_swapped():
     assert "96 heads of 4 queries" in advice and "q.transpose(1, 2)" in advice and advice in str(explain(q, k, v))
     for legal in ({"Sq": 1}, {"Sq": 2, "Sk": 96}, {"Sq": 2, "Sk": 3, "Hk": 4}, {"Sq": 1, "Sk": 1, "Hk": 4}, {"Sq": 2, "Sk": 2, "Hk": 2}, {"Sq": 4, "Sk": 4, "Hk": 4}):
         assert explain(*qkv(**legal)).advice == []
+    for swapped in ({"Sq": 2, "Sk": 2, "Hk": 4}, {"Sq": 2, "Sk": 1, "Hk": 4}):
+        assert len(explain(*qkv(**swapped)).advice) == 1
+    assert explain(*qkv(Sq=2, Sk=0, Hk=4)).advice == []
 
 
 def test_a_plan_in_a_notebook():

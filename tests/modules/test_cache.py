@@ -151,7 +151,9 @@ def test_reorder_for_beam_search():
     indices = torch.tensor([2, 2, 0])
     cache = make()
     in_steps(cache, *(x[:, :, :100] for x in (q, k, v)), [])
+    cache.k[:, 0, 100:, 0] = torch.arange(3.0)[:, None]
     cache.reorder(indices)
+    assert (cache.k[:, 0, 100:, 0] == torch.arange(3.0)[:, None]).all()  # what nobody will read stays where it is
     out = cache.attend(*(x[:, :, 100:101] for x in (q, k, v)))
     past = [torch.cat([x[indices, :, :100], x[:, :, 100:101]], 2) for x in (q, k, v)]
     expected = truth(*past)
