@@ -2,6 +2,13 @@
 # that has instructions beyond the base target. An inline function compiled with AVX-512, which the linker then shares with
 # the rest of the program, would crash a machine without it.
 string(REPLACE "|" ";" objects "${OBJECTS}")
+# LLVM's objdump, which CMake takes beside clang, has another name for the option, and calls <unknown> what the base target lacks.
+execute_process(COMMAND ${OBJDUMP} --version OUTPUT_VARIABLE version COMMAND_ERROR_IS_FATAL ANY)
+if(version MATCHES "LLVM")
+  set(disassemble --disassemble-symbols)
+else()
+  set(disassemble --disassemble)
+endif()
 set(tables 0)
 foreach(object IN LISTS objects)
   if(NOT object MATCHES "/isa/([a-z0-9_]+)\\.cpp\\.o")
@@ -23,9 +30,9 @@ foreach(object IN LISTS objects)
     if(symbol STREQUAL "_ZN3mha3cpu${length}kernels_${isa}Ev")
       math(EXPR tables "${tables} + 1")
     elseif(kind STREQUAL "W")
-      execute_process(COMMAND ${OBJDUMP} -d --no-show-raw-insn --disassemble=${symbol} ${object} OUTPUT_VARIABLE code
+      execute_process(COMMAND ${OBJDUMP} --no-show-raw-insn ${disassemble}=${symbol} ${object} OUTPUT_VARIABLE code
                       COMMAND_ERROR_IS_FATAL ANY)
-      if(code MATCHES "[ \t](v[a-z0-9]+ [^\n]*%[xyz]mm|bf[a-z0-9]+[ \t]+v[0-9]+\\.[^\n]*)")
+      if(code MATCHES "[ \t](v[a-z0-9]+[ \t]+[^\n]*%[xyz]mm|bf[a-z0-9]+[ \t]+v[0-9]+\\.[^\n]*|<unknown>)")
         message(SEND_ERROR "${object} shares ${symbol}, which has instructions of its own: ${CMAKE_MATCH_1}")
       endif()
     elseif(NOT kind STREQUAL "V" AND NOT symbol MATCHES "^__(odr_)?a[ds]")
