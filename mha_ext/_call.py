@@ -59,7 +59,7 @@ def lower(
     draw: bool = True,
 ) -> Call:
     """attention's arguments, of tensors q, k, v [B,H,S,D]. draw: whether dropout, if any, gets its state, drawn if need be."""
-    if _any_autocast() and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+    if _any_autocast() and _checks.autocasts(q):
         q, k, v = autocast(q.device.type, q, k, v)
     B, H, Sq, Sk = _checks.attention_inputs(q, k, v, _ops.without_cuda)
     args = masks.NO_MASK if mask is None else masks.lower(mask, B, H, Sq, Sk, q.device)
@@ -138,6 +138,6 @@ def autocast(device_type: str, *tensors: Tensor) -> list[Tensor]:
 def cast_by_autocast(*tensors: Any) -> list[Any]:
     """The tensors as torch.autocast wants them, if it is on for their device; what is no tensor stays."""
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
-    if first is None or not _any_autocast() or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+    if first is None or not _any_autocast() or not _checks.autocasts(first):
         return list(tensors)
     return [autocast(first.device.type, x)[0] if isinstance(x, Tensor) else x for x in tensors]

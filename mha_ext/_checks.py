@@ -46,6 +46,11 @@ def is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and type(x).__name__ == "DTensor"
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on for tensors like x; meta tensors have none, and torch refuses to say so."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def values_known(x: Tensor) -> bool:
     """Whether x's values can be looked at for free: not on a GPU, not while compiling or under vmap."""
     plain = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -380,8 +385,7 @@ def mix(x: Tensor, name: str, q: Tensor, H: int) -> Tensor:
     if x.shape != (H, H):
         raise ValueError(f"{name} has shape {text(x.shape)}; accepted: [H,H] = [{H},{H}], H being q's heads.")
     same_device(x, name, q.device)
-    autocast = not q.is_meta and torch.is_autocast_enabled(q.device.type) and x.dtype.is_floating_point
-    if x.dtype != q.dtype and x.dtype != accumulate and not autocast:
+    if x.dtype != q.dtype and x.dtype != accumulate and not (x.dtype.is_floating_point and autocasts(q)):
         accepted = " or ".join(dict.fromkeys((name_of(q.dtype), name_of(accumulate))))
         raise TypeError(f"{name} is {name_of(x.dtype)} but q is {name_of(q.dtype)}; accepted: {accepted}: convert it.")
     return x.to(accumulate)

@@ -220,12 +220,13 @@ _logging = threading.Lock()
 def log(given: Given, call: Call) -> None:
     """Prints the plan of a call to stderr, once for each kind of call; MHA_EXT_LOG=1 has all functions of attention do so.
 
-    Not for what has no values to look at: tensors that are traced, transformed, sharded, or part of a captured CUDA graph.
+    Not for what has no values to look at: tensors that are traced, transformed, sharded, on the meta device, or part of a
+    captured CUDA graph.
     """
     tensors = given.q, given.k, given.v
     if _ops.transforms_active() or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
         return
-    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if call.q.is_meta or call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     strides, mixed = tuple(x.stride() for x in tensors), call.pre_mix is not None or call.post_mix is not None
     autocast = torch.is_autocast_enabled(call.q.device.type)

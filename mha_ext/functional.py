@@ -236,7 +236,7 @@ def _parameter(x: Tensor, name: str, shape: tuple[int, ...], like: Tensor) -> Te
         raise ValueError(f"{name} has shape {_checks.text(x.shape)}; accepted: {_checks.text(shape)}.")
     _checks.same_device(x, name, like.device)
     if x.dtype != like.dtype:
-        if like.is_meta or not torch.is_autocast_enabled(like.device.type):
+        if not _checks.autocasts(like):
             raise TypeError(
                 f"{name} is {_checks.name_of(x.dtype)} but x is {_checks.name_of(like.dtype)}; accepted: one "
                 "dtype: convert it."

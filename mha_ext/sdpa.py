@@ -52,9 +52,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = _mask_4d(attn_mask, query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         if attn_mask.dtype != torch.bool:
-            bias = attn_mask
-            if torch.is_autocast_enabled(query.device.type):
-                bias = _call.autocast(query.device.type, bias)[0]
+            (bias,) = _call.cast_by_autocast(attn_mask)
         else:
             mask = masks.Dense(attn_mask) if mask is None else mask & masks.Dense(attn_mask)
     return attention(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)

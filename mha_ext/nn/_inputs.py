@@ -72,7 +72,7 @@ def fits_weight(x: Tensor, name: str, weight: Any) -> None:
         raise ValueError(
             f"{name} is on {x.device} but the module is on {weight.device}; accepted: one device: move one of them with .to()."
         )
-    if x.dtype != weight.dtype and not (x.is_meta or torch.is_autocast_enabled(x.device.type)):
+    if x.dtype != weight.dtype and not (x.is_meta or _checks.autocasts(x)):
         raise TypeError(
             f"{name} is {_checks.name_of(x.dtype)} but the module's weights are {_checks.name_of(weight.dtype)}; accepted: "
             "one dtype: convert one of them, or use torch.autocast."

@@ -379,5 +379,6 @@ def test_forward_mode_is_refused_not_ignored(function):
 def test_meta_tensors_have_shapes():
     x = torch.empty(1, 2, 3, 4, device="meta")
     assert mha_ext.attention(x, x, x).shape == x.shape
+    assert mha_ext.scaled_dot_product_attention(x, x, x, x.new_zeros(3, 3)).shape == x.shape
     module = mha_ext.nn.SelfAttention(8, 2, device="meta")
     assert module(torch.empty(1, 3, 8, device="meta")).shape == (1, 3, 8)

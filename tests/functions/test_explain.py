@@ -404,4 +404,5 @@ def test_the_log_prints_each_kind_of_call_once(capsys, monkeypatch):
     torch.vmap(mha_ext.attention)(strange, strange, strange)
     sub = torch.randn(1, 2, 6, 8).as_subclass(type("Sub", (torch.Tensor,), {}))
     mha_ext.attention(sub, sub, sub)
+    mha_ext.attention(*(x.to("meta") for x in (q, k, v)), mask=masks.Padding(torch.ones(q.shape[0]).long().to("meta")))
     assert capsys.readouterr().err == ""
