@@ -1,5 +1,9 @@
 // pybind11: what is not a tensor op. Importing the module also registers the ops, by the other files' static
 // initialisers.
+//
+// torch 2.11 and 2.12 keep their copy of pybind11 from files for the stable ABI, of which it is no part; nothing else
+// of torch's is used here.
+#undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -20,6 +20,10 @@
 
 #include "../attention.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // before torch 2.13
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace mha::torch_layer {
 
 using torch::headeronly::ScalarType;
