@@ -134,10 +134,21 @@ def test_advice_on_small_masks():
     def advice(*seen):
         return explain(*qkv(Sq=1, Sk=len(seen)), mask=torch.tensor([seen], dtype=torch.bool)).advice
 
-    assert advice() == advice(1) == advice(0) == []
+    assert advice() == advice(1) == advice(0) == advice(0, 1, 0) == advice(1, 0, 1) == []
     assert ["masks.Padding" in x for x in advice(1, 0)] == ["masks.LeftPadding" in x for x in advice(0, 1)] == [True]
     assert ["masks.Padding" in x for x in advice(1, 1, 1)] == [True]
     assert explain(*qkv(Sq=2, Sk=0), mask=torch.ones(2, 0, dtype=torch.bool)).advice == []
+    assert "masks.Causal() says" in explain(*qkv(Sq=2, Sk=2), mask=torch.ones(2, 2, dtype=torch.bool).tril()).advice[0]
+    assert explain(*qkv(Sk=0), bias=torch.zeros(96, 0)).advice == explain(*qkv(), bias=torch.eye(96)).advice == []
+    assert len(explain(*qkv(), bias=torch.zeros(1, 1)).advice) == 1
+
+
+@pytest.mark.parametrize("H,S,D,copied", [(1, 5, 4, "qkv"), (3, 1, 4, "qkv"), (3, 4, 2, "qkv"), (3, 5, 1, "")])
+def test_features_that_lie_apart_are_copied(H, S, D, copied):
+    """Where there is more than one."""
+    plan = explain(*(torch.randn(2, H, S, 2 * D)[..., ::2] for _ in range(3)))
+    for lines in (plan.copies, plan.advice):
+        assert "".join(line[0] for line in lines if line[1] == ":") == copied == "".join(line[0] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,16 @@ def test_dropout_takes_room_and_nothing_is_drawn():
         plan = explain(*x, dropout_p=p)
         assert all(more > less for more, less in zip(plan.workspace, plain.workspace))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_refuses_the_layouts_that_attention_refuses():
+    q, k, v = qkv()
+    messages = []
+    for function in (mha_ext.attention, explain):
+        with pytest.raises(TypeError) as caught:
+            function(q, k.to_sparse(), v)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize(
@@ -336,15 +357,16 @@ def test_a_plan_of_packed_sequences():
     assert plan.memory == out_and_statistics + plan.workspace[0]
 
 
-def test_a_plan_of_a_cache():
+@pytest.mark.parametrize("stored", [torch.int8, torch.float32], ids=str)
+def test_a_plan_of_a_cache(stored):
     q, table = torch.randn(2, 4, 1, 16), torch.tensor([[0, 5, 1], [3, 2, 4]])
-    k, v = (torch.zeros(7, 2, 8, n, dtype=torch.int8) for n in (16, 8))
-    scales = {name: torch.ones(2, 2) for name in ("k_scale", "v_scale")}
+    k, v = (torch.zeros(7, 2, 8, n, dtype=stored) for n in (16, 8))
+    scales = {name: torch.ones(2, 2) for name in ("k_scale", "v_scale") if stored == torch.int8}
     plan = plan_during(lambda: mha_ext.attention_cached(q, k, v, block_table=table, **scales))
-    assert plan.call == "attention_cached of q [2,4,1,16], k [7,2,8,16], v [7,2,8,8] in float32 on cpu, up to 24 keys in int8"
+    assert plan.call == "attention_cached of q [2,4,1,16], k [7,2,8,16], v [7,2,8,8] in float32 on cpu, up to 24 keys in " + str(stored)[6:]
     assert plan.kernel == f"attention_cached on the CPU, {mha_ext._ops.cpu_isa()}" and plan.blocks is plan.efficiency is None
     assert plan.flops == 2 * 2 * 4 * 24 * (16 + 8) and plan.memory == 2 * 4 * (8 + 2) * 4
-    assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) + plan.memory
+    assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) * stored.itemsize + plan.memory
     assert "blocks" not in str(plan) and "workspace" not in str(plan) and "busy" not in str(plan)
 
 
@@ -405,4 +427,5 @@ def test_the_log_prints_each_kind_of_call_once(capsys, monkeypatch):
     sub = torch.randn(1, 2, 6, 8).as_subclass(type("Sub", (torch.Tensor,), {}))
     mha_ext.attention(sub, sub, sub)
     mha_ext.attention(*(x.to("meta") for x in (q, k, v)), mask=masks.Padding(torch.ones(q.shape[0]).long().to("meta")))
+    mha_ext.attention(sub, *[torch.randn(1, 2, 6, 8)] * 2)
     assert capsys.readouterr().err == ""
