@@ -269,7 +269,7 @@ def main() -> int:
     new = [m for m in found if (name, m[0], m[2], m[3]) not in known]
     total = len(new)
     if given.sample is not None and given.sample < total:
-        new = sorted(random.Random(given.seed).sample(new, given.sample), key=lambda m: m[1])
+        new = random.Random(given.seed).sample(new, given.sample)
     print(
         f"{name}: {len(found)} mutants, {len(found) - total} accepted, {len(new)} to try; the tests take {alone:.1f} s",
         flush=True,

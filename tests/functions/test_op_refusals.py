@@ -239,3 +239,27 @@ def test_what_broadcasts_is_accepted():
         {"bias": torch.ones(1, H, SQ + SK - 1), "dropout_p": 0.5, "rng_state": torch.tensor([1, 2, 0, 0, 0, 4])},
     )
     run("attention_fwd", {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2, 0, 0, 0, 4]).expand(B, H, 6)})
+
+
+@pytest.mark.parametrize("name", ["attention_bwd", "attention_packed_bwd", "masked_softmax_bwd"])
+def test_the_gradient_of_a_bias_has_its_type(name):
+    given = {
+        key: x.bfloat16() if isinstance(x, torch.Tensor) and "lse" not in key else x for key, x in CALLS[name]().items()
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        found = run(name, given | {"bias": torch.zeros(1, H, 1, 1, dtype=dtype), "need_dbias": True})
+        (dbias,) = (x for x in found if x.shape == (1, H, 1, 1))
+        assert dbias.dtype == dtype and dbias.isfinite().all()
+
+
+def test_strides_of_what_a_mask_has_for_each_sequence():
+    """One row for all, or rows that lie apart: as their contiguous copies."""
+    big = torch.randint(0, 3, (2 * B, 2 * SK), generator=cases.generator(0))
+    for rows in (slice(1), slice(0, 2 * B, 2)):
+        for columns in (slice(SK), slice(None, None, 2)):
+            ids = big[rows, columns]
+            end = big[rows, columns][:, :SQ] * 3
+            given = {"query_ids": ids[:, SK - SQ :], "key_ids": ids, "end": end}
+            copies = {name: x.expand(B, -1).contiguous() for name, x in given.items()}
+            q = attention()
+            assert torch.equal(run("attention_fwd", q | given)[0], run("attention_fwd", q | copies)[0])
