@@ -43,9 +43,8 @@ class Bias(Container):
 
     def __add__(self, other: Bias) -> Bias:
         if not isinstance(other, Bias):
-            given = f"a tensor of shape {_checks.text(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
             raise TypeError(
-                f"{type(self).__name__} was added to {given}; accepted: another bias of the distance: for one tensor of both, "
+                f"{type(self).__name__} was added to {_checks.given(other)}; accepted: another bias of the distance: for one tensor of both, "
                 "add bias.to_dense(Sq, Sk)."
             )
         return Sum(self, other)
@@ -242,10 +241,5 @@ def _floating(x: Tensor, owner: str, name: str, shape: str, dim: int) -> Tensor:
     if isinstance(x, Tensor):
         _checks.dense(x, name)
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() != dim:
-        given = (
-            f"a {_checks.name_of(x.dtype)} tensor of shape {_checks.text(x.shape)}"
-            if isinstance(x, Tensor)
-            else f"a {type(x).__name__}"
-        )
-        raise TypeError(f"{owner} was given {given} as {name}; it accepts a floating-point tensor {shape}.")
+        raise TypeError(f"{owner} was given {_checks.given(x)} as {name}; it accepts a floating-point tensor {shape}.")
     return x

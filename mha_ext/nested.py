@@ -69,9 +69,8 @@ def _packed(x: Any, name: str, ragged_dim: int) -> tuple[Tensor, Tensor, int | N
     """(values [T,H,D], starts [N+1], a bound of the lengths if it is known)"""
     accepted = "[N,j,H,D]" if ragged_dim == 1 else "[N,H,j,D]"
     if not x.is_nested or x.layout != torch.jagged:
-        given = f"a nested tensor of layout {x.layout}" if x.is_nested else f"a tensor of shape {_checks.text(x.shape)}"
         raise TypeError(
-            f"{name} is {given} and another of q, k, v is nested; accepted: all three nested, of layout torch.jagged: "
+            f"{name} is {_checks.given(x)} and another of q, k, v is nested; accepted: all three nested, of layout torch.jagged: "
             "make them with torch.nested.nested_tensor(..., layout=torch.jagged)."
         )
     if x.dim() != 4 or x._ragged_idx != ragged_dim:

@@ -61,9 +61,8 @@ def scaled_dot_product_attention(
 def _mask_4d(mask: Tensor, B: int, H: int, Sq: int, Sk: int) -> Tensor:
     """A mask of any rank that broadcasts to [B,H,Sq,Sk], as a 4-d one."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
-        given = f"a {_checks.name_of(mask.dtype)} tensor" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise TypeError(
-            f"attn_mask is {given}; accepted: a bool tensor (True = attend) or a floating-point one: convert it."
+            f"attn_mask is {_checks.given(mask)}; accepted: a bool tensor (True = attend) or a floating-point one: convert it."
         )
     _checks.dense(mask, "attn_mask")
     shape, full = mask.shape, (B, H, Sq, Sk)

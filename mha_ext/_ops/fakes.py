@@ -38,17 +38,17 @@ def _weights_of(a: Any) -> Tensor:
     return a.q.new_empty([*a.q.shape[:3], a.k.shape[2]] if a.return_weights else [0])
 
 
-def _fake(op: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Registers a function of the op's arguments, by name."""
-    named = Arguments(op).named
+def _fake(*ops: str) -> Callable[[Callable[[Any], Any]], None]:
+    """Registers a function of the ops' arguments, by name."""
 
     def register(function: Callable[[Any], Any]) -> None:
-        torch.library.register_fake(f"mha_ext::{op}", lambda *inputs: function(named(inputs)), lib=library)
+        for op, named in ((op, Arguments(op).named) for op in ops):
+            torch.library.register_fake(f"mha_ext::{op}", lambda *inputs, named=named: function(named(inputs)), lib=library)
 
     return register
 
 
-@_fake("attention_fwd")
+@_fake("attention_fwd", "attention_mixed_fwd")
 def _(a: Any) -> tuple[Tensor, ...]:
     return _in_order_of(a.q, a.v.shape[3]), _lse_of(a.q), _lse_of(a.q), _weights_of(a)
 
@@ -75,11 +75,6 @@ def _(a: Any) -> tuple[Tensor, ...]:
     B, H, S, D = a.q.shape
     dqkv = a.q.new_empty([B, S, H + 2 * a.k.shape[1], D])
     return dqkv, _dbias_of(a.bias, a.need_dbias, a.q), _sum_like(a.sinks, [H], a.q)
-
-
-@_fake("attention_mixed_fwd")
-def _(a: Any) -> tuple[Tensor, ...]:
-    return _in_order_of(a.q, a.v.shape[3]), _lse_of(a.q), _lse_of(a.q), _weights_of(a)
 
 
 @_fake("attention_mixed_bwd")

@@ -1,8 +1,8 @@
 """Attention on DTensors: how each op may be sharded. Imported with the first DTensor, or with mha_ext.distributed.
 
-All ops are independent over the batch; but with talking heads over heads too, in whole groups of query heads with their
-key/value head. Other
-shardings of the inputs (of the sequence, say) are changed into one of these by DTensor, which communicates.
+All ops are independent over the batch; without talking heads over heads, too, in whole groups of query heads with their
+key/value head. Other shardings of the inputs (of the sequence, say) are changed into one of these by DTensor, which
+communicates.
 """
 
 from __future__ import annotations

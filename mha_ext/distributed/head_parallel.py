@@ -96,7 +96,10 @@ class HeadParallel(ParallelStyle):
         known = {"sinks", *(f"{name}.{kind}" for name in (*_STYLES, "out_proj") for kind in ("weight", "bias"))}
         other = [name for name, _ in module.named_parameters() if name not in known]
         if other:
-            raise ValueError(f"the module has the parameter {other[0]}, which HeadParallel cannot shard: leave it out.")
+            raise ValueError(
+                f"the module has the parameter {other[0]}, which HeadParallel cannot shard; accepted: those of projections, norms "
+                "and sinks: leave it out."
+            )
         plan = {name: style() for name, style in _STYLES.items() if getattr(module, name) is not None}
         if module.num_kv_heads < processes:
             plan.update({name: _OneOfFewHeads(module.num_kv_heads) for name in ("k_proj", "v_proj")})
@@ -108,12 +111,12 @@ class HeadParallel(ParallelStyle):
             module, device_mesh, {**plan, "out_proj": RowwiseParallel(output_layouts=self.output_layouts)}
         )
 
+        inputs = ("x", "context") if isinstance(module, CrossAttention) else ("x",)
+
         def gather_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Once for all projections, so that backward sums their gradients before it communicates.
-            given = list(args)
-            for name in ("x", "context")[len(args) : 2 if isinstance(module, CrossAttention) else 1]:
-                given.append(kwargs.pop(name))
-            for i, x in enumerate(given[: 2 if isinstance(module, CrossAttention) else 1]):
+            given = [*args, *(kwargs.pop(name) for name in inputs[len(args) :])]
+            for i, x in enumerate(given[: len(inputs)]):
                 if not isinstance(x, DTensor):
                     x = DTensor.from_local(x, device_mesh, [self.input_layouts], run_check=False)
                 given[i] = x.redistribute(placements=[Replicate()])

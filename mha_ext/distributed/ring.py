@@ -80,9 +80,10 @@ def ring_attention(
             processes' lengths. Block-sparse masks are refused.
         bias: a bias of the distance in the whole sequence, of mha_ext.biases; or a tensor for this process's queries and all
             keys in their order, [Sq_local,Sk], or 4-d broadcastable to [B,H,Sq_local,Sk].
-        scale, dropout_p, softcap, sinks, rng_state, deterministic, return_lse: as in attention; what dropout drops is what
-            it would drop in one process that has the first one's rng_state, and parts of the keys begin at multiples of 4. The gradients of sinks and of a bias are those of
-            this process's queries: sum them over the processes, like those of all parameters.
+        scale, dropout_p, softcap, sinks, rng_state, deterministic, return_lse: as in attention. Dropout drops what it would in
+            one process that has the first one's rng_state; parts of the keys then have to begin at multiples of 4. The
+            gradients of sinks and of a bias are those of this process's queries: sum them over the processes, like those of
+            all parameters.
         layout: which positions a process has: "contiguous", a run each in the order of the ranks, or "zigzag" (see
             sequence_positions), which gives everybody the same work under a causal mask.
         timeout: how long to wait for the other processes, where the backend lets one call say so (gloo does); default
@@ -123,7 +124,7 @@ def ring_attention(
     if problem is not None:
         raise problem
     state = torch.tensor(drawn, device=q.device) if dropout_p != 0.0 else None
-    plan = _plan(ring, q, k, whole, everyones, layout, (factor, softcap, dropout_p), local.deterministic, state)
+    plan = _plan(ring, q, whole, everyones, layout, (factor, softcap, dropout_p), local.deterministic, state)
     out, lse = _RingAttention.apply(q, k, v, _bias_of_whole(bias, plan, q), sinks, plan)
     return (out, lse) if return_lse else out
 
@@ -244,7 +245,7 @@ class _Plan:
 
 
 def _plan(
-    ring: _Ring, q: Tensor, k: Tensor, mask: masks.Mask | None, lengths: list[tuple[int, int]], layout: str,
+    ring: _Ring, q: Tensor, mask: masks.Mask | None, lengths: list[tuple[int, int]], layout: str,
     numbers: tuple[float, float, float], deterministic: bool, rng_state: Tensor | None,
 ) -> _Plan:  # fmt: skip
     query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))

@@ -1,10 +1,9 @@
 """Masks: what each query may see. True means "attend" everywhere in this module.
 
 Shapes: B batch, H query heads, Sq query length, Sk key length. With the offset o = Sk - Sq, query i stands at key
-position i + o ("bottom-right"), as when the queries are the last ones of a sequence. Masks combine with ``&`` (a key is visible only if
-every part shows it), ``|`` (if any does) and ``~`` (if it does not); bool tensors may be parts (torch.compile
-takes ``masks.Dense(tensor)`` and ``masks.Not(mask)`` only). All but Dense, ``|``, ``~`` and
-the block masks cost O(S) memory.
+position i + o ("bottom-right"), as when the queries are the last ones of a sequence. Masks combine with ``&`` (a key is
+visible only if every part shows it), ``|`` (if any does) and ``~`` (if it does not); bool tensors may be parts (torch.compile
+takes ``masks.Dense(tensor)`` and ``masks.Not(mask)`` only). All but Dense, ``|``, ``~`` and the block masks cost O(S) memory.
 
 Masks are pytrees of their tensors: they may be arguments of compiled, exported and vmapped functions, and ``mask.to(device)``
 moves them. Numbers, say a window's, belong to the structure: a function that is to serve many takes the number, and makes

@@ -60,7 +60,9 @@ class Mask(Container):
 
         lengths: of the B packed sequences' queries and keys, int64 [B] each, of which Sq and Sk are bounds.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no lower(); a mask defines it: from B, H, Sq, Sk, device and lengths to MaskArgs."
+        )
 
     def at(self, places: Places) -> MaskArgs:
         """The arguments for queries at these places of a cache: what whole sequences' mask (o = 0) says for them."""

@@ -156,7 +156,7 @@ def check_new(cache: KVCache, k: Any, v: Any, counts: Any) -> Tensor | None:
     return counts
 
 
-def check_queries(cache: KVCache, q: Any, k: Tensor) -> None:
+def check_queries(q: Any, k: Tensor) -> None:
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a tensor [B,H,S,D].")
     _checks.dense(q, "q")

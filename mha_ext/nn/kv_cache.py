@@ -163,7 +163,7 @@ class KVCache(torch.nn.Module):
             )
         q, k, v = cast_by_autocast(q, k, v)
         counts = check_new(self, k, v, counts)
-        check_queries(self, q, k)
+        check_queries(q, k)
         window = self._window(window)
         options = {"scale": scale, "softcap": softcap, "sinks": sinks, "pre_mix": pre_mix, "post_mix": post_mix}
         self._check_options(q, **options)

@@ -36,7 +36,9 @@ class RopeScaling:
 
     def frequencies(self, plain: Tensor, base: float) -> Tensor:
         """The angle per position of each pair of features, given those without scaling: [head_dim / 2] to the same."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no frequencies(plain, base); a scaling defines it: [head_dim / 2] to the same."
+        )
 
     @property
     def magnitude(self) -> float:

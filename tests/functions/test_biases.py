@@ -392,7 +392,7 @@ REFUSED = {
     "device": (attend(bias=biases.ALiBi(torch.ones(4, device="meta"))), ValueError, "ALiBi", "meta", "cpu"),
     "2-d slopes": (lambda: biases.ALiBi(torch.ones(4, 1)), TypeError, "[4,1]", "[H]"),
     "integer slopes": (lambda: biases.ALiBi(torch.ones(4, dtype=torch.int64)), TypeError, "int64"),
-    "a list": (lambda: biases.ALiBi([0.5]), TypeError, "list"),
+    "a list": (lambda: biases.ALiBi([0.5]), TypeError, "[0.5]"),
     "table": (lambda: biases.T5Relative(torch.ones(32)), TypeError, "[32]", "[num_buckets,H]"),
     "buckets": (lambda: biases.T5Relative(torch.ones(16, 4)), ValueError, "[16,4]", "num_buckets 32"),
     "few buckets": (lambda: biases.T5Relative(torch.ones(2, 4), 2), ValueError, "at least 4"),

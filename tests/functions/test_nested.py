@@ -121,7 +121,7 @@ def test_refusals():
     refusal(lambda: mha_ext.attention(q, k, v), "nested tensor of shape", "transpose", kind=ValueError)
     refusal(lambda: mha_ext.attention_varlen(a, b, c), "nested tensor of shape", "[N,j,H,D]", kind=ValueError)
     refusal(lambda: mha_ext.attention_varlen(q, k, v, q.offsets(), k.offsets()), "cu_seqlens", kind=ValueError)
-    refusal(lambda: mha_ext.attention_varlen(q, k.values(), v), "k is a tensor of shape", "nested", kind=TypeError)
+    refusal(lambda: mha_ext.attention_varlen(q, k.values(), v), "k is a float32 tensor of shape", "nested", kind=TypeError)
     refusal(lambda: mha_ext.attention(a, b, c, return_weights=True), "return_weights", kind=ValueError)
     refusal(lambda: mha_ext.attention_varlen(q, k, q), "k and v", "lengths", kind=ValueError)
     mask = torch.ones(70, 70, dtype=torch.bool)

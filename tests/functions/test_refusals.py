@@ -221,6 +221,8 @@ def test_mask_objects():
     refusal(lambda: masks.Causal("left"), "bottom_right", "top_left", kind=ValueError)
     refusal(lambda: masks.Causal(True), "bottom_right", kind=(ValueError, TypeError))
     refusal(lambda: masks.Window(1.5, 0), "1.5", kind=(ValueError, TypeError))
+    unfinished = type("Own", (masks.Mask,), {})()
+    refusal(lambda: mha_ext.attention(q, k, v, mask=unfinished), "Own has no lower", kind=NotImplementedError)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan"), float("inf")])

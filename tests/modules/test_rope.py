@@ -153,6 +153,8 @@ def test_refusals():
         refusal(lambda wrong=wrong: RotaryEmbedding(8)(x, wrong), f"start is {wrong}", "an int", kind=TypeError)
     refusal(lambda: RotaryEmbedding(7), "head_dim is 7", "even", kind=ValueError)
     refusal(lambda: RotaryEmbedding(0), "head_dim is 0", "int >= 1", kind=ValueError)
+    unfinished = RotaryEmbedding(4, scaling=RopeScaling(2.0))
+    refusal(lambda: unfinished(torch.zeros(1, 1, 1, 4)), "RopeScaling has no frequencies", kind=NotImplementedError)
     refusal(lambda: nn.SelfAttention(8, 2)(torch.randn(1, 3, 8), position_ids=torch.arange(3)), "position_ids", "rope", kind=ValueError)
     refusal(lambda: nn.SelfAttention(8, 2, rope_scaling=LinearScaling(2.0)), "rope_scaling", "rope=True", kind=ValueError)
     refusal(lambda: RotaryEmbedding(8, 100.0, 4.0), "scaling is 4.0", "LinearScaling", kind=TypeError)
