@@ -140,6 +140,14 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
     """[B,S,H*D] -> [B,H,S,D] contiguous, with bias [H*D] added on the way if given.
 
     Attention does not need this copy: x.unflatten(-1, (H, D)).transpose(1, 2) is read in place.
+
+    Args:
+        x: any strides; float64, float32, bfloat16 or float16.
+        num_heads: H.
+        bias: of x's type (under torch.autocast it is cast to it); may require grad, as x may.
+
+    Raises:
+        ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
     """
     if not isinstance(x, Tensor):
         return _checks.elsewhere(split_heads, "x", locals())
@@ -158,7 +166,15 @@ def split_heads(x: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor
 
 
 def merge_heads(x: Tensor, mix: Tensor | None = None) -> Tensor:
-    """[B,H,S,D] -> [B,S,H*D] contiguous; with mix [H,H], head g of the result is sum_h mix[h,g] * (head h of x)."""
+    """[B,H,S,D] -> [B,S,H*D] contiguous; with mix [H,H], head g of the result is sum_h mix[h,g] * (head h of x).
+
+    Args:
+        x: any strides; float64, float32, bfloat16 or float16.
+        mix: of x's type (under torch.autocast it is cast to it); may require grad, as x may.
+
+    Raises:
+        ValueError, TypeError: shapes, types or devices that do not fit, in one sentence with the fix.
+    """
     if not isinstance(x, Tensor):
         return _checks.elsewhere(merge_heads, "x", locals())
     _checks.one_tensor(x, "x", "[B,H,S,D]", 4, _ops.without_cuda)
@@ -181,11 +197,15 @@ def masked_softmax(
     """softmax(scale * scores + bias, masked) over the last dimension, then dropout; in one pass over memory.
 
     Args:
-        scores: [B,H,Sq,Sk] or [Sq,Sk], any strides.
-        mask, bias, dropout_p, rng_state: as in attention.
+        scores: [B,H,Sq,Sk] or [Sq,Sk], any strides; float64, float32, bfloat16 or float16; may require grad.
+        mask, bias, dropout_p, rng_state: as in attention; the bias is a tensor.
+        scale: factor of the scores, a finite number.
 
     Returns:
-        The weights, in scores' shape and type, contiguous. A row that sees no key is 0.
+        The weights, in scores' shape and type, contiguous. A row that sees no key is 0. Differentiable, twice.
+
+    Raises:
+        ValueError, TypeError: what does not fit, in one sentence with the fix.
     """
     if not isinstance(scores, Tensor):
         return _checks.elsewhere(masked_softmax, ("scores",), locals())
@@ -214,7 +234,16 @@ def dropout_mask(
     """The bool tensor [B,H,Sq,Sk] (True = kept) of the weights that attention and masked_softmax keep for rng_state.
 
     Whether weight (b,h,i,j) is kept depends on rng_state, p and (b, h, i, j) only: not on the device, the number of
-    threads, B, H or the lengths.
+    threads, B, H or the lengths. The bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+    1, 2, 3", 2011).
+
+    Args:
+        rng_state: int64 [2] or [6], as in attention.
+        p: probability of dropping a weight.
+        device: default that of rng_state.
+
+    Raises:
+        ValueError, TypeError: what does not fit, in one sentence with the fix.
     """
     _checks.probability("p", p)
     for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)):

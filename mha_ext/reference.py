@@ -75,7 +75,12 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The same as mha_ext.attention, on any device and for inputs of any floating-point type."""
+    """The same as mha_ext.attention, on any device and for inputs of any floating-point type.
+
+    Raises:
+        ValueError: dropout without an rng_state, which is not drawn here; or a mask that does not fit. Other arguments that do
+            not fit end in torch's own errors.
+    """
     (B, H, Sq, D), Sk = q.shape, k.shape[2]
     visible = _visible(mask, B, H, Sq, Sk, q.device)
     if scale is None:

@@ -27,11 +27,15 @@ def scaled_dot_product_attention(
         attn_mask: bool (True = attend) or floating-point (added to the scores; may require grad) tensor that broadcasts
             to [..., H, Sq, Sk]. Three dimensions of which the first is both the batch size and the number of heads are
             refused: say mask[None] or mask[:, None].
+        dropout_p, scale: as in mha_ext.attention.
         is_causal: query i sees keys j <= i (top-left, as in torch). With attn_mask both apply.
         enable_gqa: let H be a multiple of Hk.
 
     Returns:
         [..., H, Sq, Dv]. Unlike torch, a row that sees no key gives 0 instead of NaN.
+
+    Raises:
+        ValueError, TypeError: what does not fit, in one sentence with the fix.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return _checks.elsewhere(scaled_dot_product_attention, ("query", "key", "value"), locals())

@@ -66,6 +66,9 @@ def sequence_positions(length: int, group: dist.ProcessGroup | None = None, *, l
     "contiguous": a run each, in the order of the ranks, lengths differing by at most one. "zigzag": the sequence is cut
     into two runs per process, and process r of n takes runs r and 2n-1-r, so that a causal mask gives everybody the same
     work (Brandon et al., "Striped Attention", 2023, balance it likewise by stripes).
+
+    Raises:
+        ValueError: another layout.
     """
     check_layout(layout)
     pieces = share_out(length, dist.get_world_size(group), layout)[dist.get_rank(group)]

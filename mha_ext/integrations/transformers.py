@@ -58,6 +58,7 @@ def register(name: str = "mha_ext") -> str:
 
     Raises:
         ImportError: transformers is absent or too old.
+        TypeError: name is no str.
     """
     interface, mask_interface = interfaces()
     if not isinstance(name, str):

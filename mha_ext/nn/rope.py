@@ -166,7 +166,11 @@ class RotaryEmbedding(NotScriptable, torch.nn.Module):
 
     def forward(self, x: Tensor, start: int | Tensor = 0, position_ids: Tensor | None = None) -> Tensor:
         """x [B,H,S,head_dim], rotated, in x's type. The positions are start, start + 1, ...; start is an int, or an
-        integer tensor [B]. Or they are position_ids, integer [S] or [B,S]."""
+        integer tensor [B]. Or they are position_ids, integer [S] or [B,S].
+
+        Raises:
+            ValueError, TypeError: shapes, types or devices that do not fit, in one sentence.
+        """
         _checks.one_tensor(x, "x", f"[B,H,S,{self.head_dim}]", 4, None)
         if x.shape[3] != self.head_dim:
             raise ValueError(f"x has shape {_checks.text(x.shape)}; accepted: [B,H,S,{self.head_dim}].")
