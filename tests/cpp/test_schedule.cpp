@@ -38,7 +38,7 @@ void test_every_task_once() {
 }
 
 double simulated(int threads, const std::vector<double>& costs, Share share) {
-  auto finish = [](void* context, int64_t task, double start) {
+  auto finish = [](void* context, int64_t task, int, double start) {
     return start + (*static_cast<const std::vector<double>*>(context))[size_t(task)];
   };
   return simulate(threads, int64_t(costs.size()), share, finish, const_cast<std::vector<double>*>(&costs));
@@ -117,11 +117,15 @@ constexpr Shape kShapes[] = {{8, 12, 12, 512, 64, false},
                              {1, 8, 8, 8192, 64, true},
                              {1, 8, 8, 4096, 128, true}};
 
-AttentionPlan plan_of(const Kernels& kernels, const Shape& s, mha::DType dtype, int threads) {
+mha::AttentionProblem problem_of(const Shape& s, mha::DType dtype) {
   mha::AttentionProblem p;
   p.dtype = dtype, p.B = s.B, p.H = s.H, p.Hk = s.Hk, p.Sq = p.Sk = s.S, p.D = p.Dv = s.D;
   if (s.causal) p.mask.band_hi = 0;
-  return kernels.attention_plan(p, threads);
+  return p;
+}
+
+AttentionPlan plan_of(const Kernels& kernels, const Shape& s, mha::DType dtype, int threads) {
+  return kernels.attention_plan(problem_of(s, dtype), threads);
 }
 
 void test_efficiency() {
@@ -133,11 +137,9 @@ void test_efficiency() {
                       int(s.H), int(s.Hk), int(s.S), int(s.D));
         for (int threads : {1, 2, 64, 128, 256}) {
           const AttentionPlan plan = plan_of(*kernels, s, dtype, threads);
-          const double least = threads <= 64 ? 0.9 : threads == 128 ? 0.8 : 0.6;
+          const double least = threads <= 64 ? 0.9 : 0.8;
           const std::string on = std::string(name) + " on " + std::to_string(threads) + " threads";
-          // On AMX, heads are packed in rounds, and a round begins when the last one is done: not as good.
-          const double forward = std::string(kernels->isa) == "amx" && threads > 2 ? least / 2 : least;
-          check(plan.fwd_efficiency >= forward && plan.fwd_efficiency <= 1 + 1e-9,
+          check(plan.fwd_efficiency >= (threads <= 128 ? 0.9 : 0.8) && plan.fwd_efficiency <= 1 + 1e-9,
                 on + ": forward " + std::to_string(plan.fwd_efficiency));
           check(plan.bwd_efficiency >= least && plan.bwd_efficiency <= 1 + 1e-9,
                 on + ": backward " + std::to_string(plan.bwd_efficiency));
@@ -146,6 +148,33 @@ void test_efficiency() {
                 on + ": backward has " + std::to_string(plan.bwd_tasks) + " tasks");
         }
       }
+    }
+  }
+}
+
+// A gradient of the bias that heads share, in fp32; talking heads, whose tasks are blocks of 64 queries.
+void test_shared_sums() {
+  const float x = 0;
+  for (const Kernels* kernels : every_isa()) {
+    for (const Shape& s : {kShapes[0], kShapes[1], Shape{1, 8, 8, 4096, 64, true}}) {
+      for (int threads : {2, 64, 128}) {
+        mha::AttentionProblem p = problem_of(s, mha::DType::f32);
+        p.bias.data = const_cast<float*>(&x);
+        p.bias.stride[3] = 1, p.bias.stride[2] = s.S, p.bias.stride[1] = s.B > 1 ? s.S * s.S : 0;
+        const AttentionPlan plan = kernels->attention_plan(p, threads);
+        const std::string on =
+            std::string(kernels->isa) + " S" + std::to_string(s.S) + ", on " + std::to_string(threads);
+        check(plan.bwd_efficiency >= 0.85 && plan.bwd_efficiency <= 1 + 1e-9,
+              on + " a shared bias: backward " + std::to_string(plan.bwd_efficiency));
+      }
+    }
+    for (int threads : {2, 16, 32}) {
+      const AttentionPlan plan = kernels->attention_mixed_plan(problem_of(kShapes[1], mha::DType::f32), threads);
+      const std::string on = std::string(kernels->isa) + " talking heads on " + std::to_string(threads);
+      check(plan.fwd_efficiency >= 0.95 && plan.fwd_efficiency <= 1 + 1e-9, on + ": forward");
+      check(plan.bwd_efficiency >= 0.8 && plan.bwd_efficiency <= 1 + 1e-9,
+            on + ": backward " + std::to_string(plan.bwd_efficiency));
+      check(plan.bwd_tasks == 64, on + ": a task for each block of queries");
     }
   }
 }
@@ -162,13 +191,33 @@ void test_memory_is_that_of_the_heads_under_way() {
   }
 }
 
+// What test_efficiency looks at, for docs/performance.md.
+void print_table() {
+  for (const Kernels* kernels : every_isa()) {
+    for (mha::DType dtype : {mha::DType::f32, mha::DType::bf16}) {
+      for (const Shape& s : kShapes) {
+        std::printf("%s %s B%d H%d/%d S%d D%d:", kernels->isa, harness::name_of(dtype), int(s.B), int(s.H), int(s.Hk),
+                    int(s.S), int(s.D));
+        for (int threads : {64, 128, 256}) {
+          const AttentionPlan plan = plan_of(*kernels, s, dtype, threads);
+          std::printf("  on %d forward %.2f, backward %.2f", threads, plan.fwd_efficiency, plan.bwd_efficiency);
+        }
+        std::printf("\n");
+      }
+    }
+  }
+}
+
 }  // namespace
 
-int main() {
+// With an argument: prints the table.
+int main(int arguments, char**) {
+  if (arguments > 1) print_table();
   test_every_task_once();
   test_simulation();
   test_turns();
   test_efficiency();
+  test_shared_sums();
   test_memory_is_that_of_the_heads_under_way();
   return harness::finish();
 }

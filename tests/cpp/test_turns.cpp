@@ -51,6 +51,114 @@ void test(const Case& c) {
   }
 }
 
+// What the caller has written of a workspace when the first thread begins: 0xFF is nothing, as Workspace fills it.
+struct Touched {
+  const unsigned char* data;
+  size_t size;
+  int64_t lines = -1;
+} touched;
+
+void run_and_look(int count, void (*body)(void*, int), void* context) {
+  if (touched.lines < 0) {
+    touched.lines = 0;
+    for (size_t at = 0; at + 64 <= touched.size; at += 64) {
+      bool blank = true;
+      for (size_t n = 0; n < 64; ++n) blank &= touched.data[at + n] == 0xFF;
+      touched.lines += !blank;
+    }
+  }
+  run_on_threads(count, body, context);
+}
+
+// Memory lies where it is first touched: the caller writes no more than a few pages of turns itself.
+void test_first_touch(DType dtype, int64_t heads, int64_t length, int threads) {
+  constexpr int64_t kMost = 4 * 64;  // pages of turns, lines
+  Case c;
+  c.dtype = dtype, c.B = 1, c.H = c.Hk = heads, c.Sq = c.Sk = length, c.D = c.Dv = 16;
+  Inputs in;
+  make_inputs(c, in);
+  mha::AttentionForward f;
+  static_cast<mha::AttentionProblem&>(f) = in.p;
+  std::vector<double> lse(in.lse.size()), lse_rest(in.lse.size());
+  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  for (const Kernels* kernels : every_isa()) {
+    const mha::cpu::Threads looking{threads, run_and_look};
+    const std::string name = std::string(kernels->isa) + " " + c.text() + " on " + std::to_string(threads) + " threads";
+    auto look = [&](const char* what, size_t bytes, auto call) {
+      Workspace workspace(bytes);
+      touched = {static_cast<const unsigned char*>(workspace.data.get()), bytes};
+      call(workspace.data.get());
+      const int64_t allowed = std::string(what) == "forward" ? 64 : kMost;
+      check(touched.lines >= 0 && touched.lines <= allowed,
+            name + ": the caller touched " + std::to_string(touched.lines) + " lines of " + what);
+    };
+    look("forward", kernels->attention_fwd_workspace(f, threads),
+         [&](void* workspace) { kernels->attention_fwd(f, looking, workspace); });
+    Outputs o = make_outputs(c, c.dtype, in.p);
+    look("backward", kernels->attention_bwd_workspace(in.p, threads),
+         [&](void* workspace) { kernels->attention_bwd(in.p, looking, workspace); });
+  }
+}
+
+// Talking heads, whose tasks add to dK, dV and dbias by turns.
+struct MixedOutputs {
+  Outputs o;
+  std::vector<double> mixes;
+};
+
+MixedOutputs run_mixed(const Case& c, Inputs& in, const Kernels& kernels, const mha::cpu::Threads& threads) {
+  MixedOutputs result{make_outputs(c, c.dtype, in.p), std::vector<double>(size_t(2 * c.H * c.H))};
+  mha::AttentionMixedBackward p;
+  static_cast<mha::AttentionBackward&>(p) = in.p;
+  std::vector<double> mix(result.mixes.size());
+  Random random{7};
+  for (size_t n = 0; n < mix.size(); ++n) {  // in the type that the kernel sums in
+    if (c.dtype == DType::f64)
+      mix[n] = random.uniform();
+    else
+      reinterpret_cast<float*>(mix.data())[n] = float(random.uniform());
+  }
+  const size_t size = size_t(c.H * c.H) * mha::size_of(mha::accumulate_type(c.dtype));
+  p.pre_mix = mix.data(), p.post_mix = reinterpret_cast<char*>(mix.data()) + size;
+  p.dpre_mix = result.mixes.data(), p.dpost_mix = reinterpret_cast<char*>(result.mixes.data()) + size;
+  Workspace workspace(kernels.attention_mixed_bwd_workspace(p, threads.count));
+  kernels.attention_mixed_bwd(p, threads, workspace.data.get());
+  return result;
+}
+
+void test_mixed(const Case& c) {
+  Inputs in;
+  make_inputs(c, in);
+  for (const Kernels* kernels : every_isa()) {
+    const MixedOutputs one = run_mixed(c, in, *kernels, threads(1));
+    auto same = [&](const mha::cpu::Threads& threads, const std::string& how) {
+      const MixedOutputs other = run_mixed(c, in, *kernels, threads);
+      std::string which = difference(one.o, other.o);
+      if (std::memcmp(one.mixes.data(), other.mixes.data(), one.mixes.size() * sizeof(double)) != 0) which += " mixes";
+      check(which.empty(),
+            std::string(kernels->isa) + " talking heads, " + c.text() + ": " + which + " has other bits on " + how);
+    };
+    for (int count : {2, 3, 64}) same(threads(count), std::to_string(count) + " threads");
+    same({64, run_on_two}, "two threads for 64");
+    same({64, run_on_one}, "one thread for 64");
+  }
+}
+
+std::vector<Case> mixed_cases() {
+  std::vector<Case> all;
+  for (int bias : {kNone, 0b0000, 0b0001, 0b0100, 0b0101, 0b1001, 0b1111}) {
+    Case c;
+    c.dtype = bias % 2 ? DType::bf16 : DType::f32, c.B = 3, c.H = 4, c.Hk = 2, c.Sq = 220, c.Sk = 250, c.D = 24,
+    c.Dv = 16;
+    c.bias = bias, c.dbias = bias != kNone, c.seed = uint64_t(all.size() + 1);
+    all.push_back(c);
+    all.back().band_hi = 30;
+    if (bias == 0b0001) all.back().band_lo = -40, all.back().Sq = 400;  // the last queries see nothing
+    if (bias == 0b0101) all.back().intervals = true;
+  }
+  return all;
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   auto add = [&](DType dtype, int64_t Sq, int64_t Sk) -> Case& {
@@ -69,6 +177,12 @@ std::vector<Case> cases() {
   add(DType::f32, 600, 260).intervals = true;
   Case& general = add(DType::f32, 300, 300);  // the bias is nobody else's
   general.bias = 0, general.dbias = true, general.softcap = 1.5, general.dropout = 0.3, general.documents = true;
+  for (int bias : {0b0001, 0b0010, 0b0011, 0b0101}) {  // heads share its gradient
+    Case& shared = add(bias == 0b0010 ? DType::bf16 : DType::f32, 200, 200);
+    shared.B = 3, shared.bias = bias, shared.dbias = true, shared.band_hi = 0;
+    if (bias == 0b0001) shared.intervals = true;
+    if (bias == 0b0011) shared.dense = 0b0010, shared.minus_inf_bias = true;
+  }
   Case& dense = add(DType::bf16, 260, 330);
   dense.dense = 0b0001, dense.poison_seen = true;
   Case& many = add(DType::f16, 190, 190);
@@ -80,5 +194,11 @@ std::vector<Case> cases() {
 
 int main() {
   for (const Case& c : cases()) test(c);
+  for (const Case& c : mixed_cases()) test_mixed(c);
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    test_first_touch(dtype, 96, 80, 90);  // whole heads, or passes, and more threads than could be touched
+    test_first_touch(dtype, 200, 80, 2);
+    test_first_touch(dtype, 2, 600, 8);
+  }
   return harness::finish();
 }

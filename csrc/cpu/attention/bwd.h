@@ -34,6 +34,11 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
  public:
   using Scratch = BackwardScratch<Unit>;
 
+  // Of a pass's five products with a block: two come before the wait for dQ's turn, two after it is passed on.
+  static constexpr int kBlocksAtOnce = 1;
+  static constexpr bool kBiasByTiles = true;
+  static constexpr DqTurn dq_turn(double tiles) { return {0.4 / tiles, 1 - 0.8 / tiles}; }
+
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<BackwardHead<Unit>>& shared,
                  Arena arena)
       : Place(p, plan, shared, arena), s_(arena, p, plan), plain_(plain_scores(p) && ScoreRule<T>(p).raw) {}
@@ -75,7 +80,10 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
     pass_key_ = first;
     bool loaded[kPassTiles] = {};
     for (int64_t n = ceil_div(p_.Sq, kMaxRows); n-- > 0;) {
-      if (!this->reach(n, first, keys, &turn_)) continue;
+      if (!this->reach(n, first, keys, &turn_)) {
+        this->skip_bias(h, n, first, keys);
+        continue;
+      }
       if (turn_.first) {
         turn_.wait_until_free();
         load_queries(h, int(n));
@@ -83,20 +91,31 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
       } else {
         turn_.wait_until_packed();
       }
+      last_tile_ = false;
       for (int64_t t = 0; t * kMaxKeys < keys; ++t) {
         const int64_t key = first + t * kMaxKeys;
         const int tile_keys = int(min64(kMaxKeys, first + keys - key));
         const TileKind kind = classify(s_.mask, p_.mask, head_.blocks[n].rows, key, tile_keys);
-        if (kind == TileKind::none) continue;
+        if (kind == TileKind::none) {
+          this->add_bias(h, n, key, [] {});
+          continue;
+        }
         if (!loaded[t]) load_keys<T>(s_.keys[t], p_, b_, hk_, key, tile_keys);
         loaded[t] = true;
+        last_tile_ = key + tile_keys >= first + keys;
         run_tile(int(n), s_.keys[t], kind == TileKind::all ? nullptr : s_.mask, key, tile_keys);
       }
-      turn_.wait_for_dq();
-      if (turn_.last) finish_queries(h, int(n));
-      turn_.done();
+      if (!last_tile_) finish_dq(h, int(n));
+      turn_.leave();
     }
     finish_keys(h, first, keys);
+  }
+
+  // This pass adds no more to dQ of a block: the next one may.
+  void finish_dq(int64_t h, int n) {
+    turn_.wait_for_dq();
+    if (turn_.last) finish_queries(h, n);
+    turn_.pass_dq_on();
   }
 
   // Units of a plane of q_lanes and dout_lanes.
@@ -147,7 +166,8 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
     else
       strips_.take_whole(lanes, keys);
     const Ahead bias = bias_ahead(p_.bias, p_.bias_dtype, block.rows, first_key, keys);
-    Ahead dbias = bias_ahead(dbias_, accumulate_type(p_.dtype), block.rows, first_key, keys);
+    Ahead dbias = plan_.bias_turns ? Ahead()  // another thread may be at it
+                                   : bias_ahead(dbias_, accumulate_type(p_.dtype), block.rows, first_key, keys);
     dbias.to_write = true;
     const int first = strips_.by_keys[0].first;  // whose products fetch for the whole tile
     strips_.for_each_by_keys([&](const Strip& t) {
@@ -170,7 +190,10 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
     const TileOperands<Unit> t = !plain_ ? general_tile<Unit, Degree>(s_.tile, p_, block, mask, first_key, keys)
                                  : mask  ? plain_tile<Unit, Degree, true>(s_.tile, block, p_.scale, mask, keys)
                                          : plain_tile<Unit, Degree, false>(s_.tile, block, p_.scale, mask, keys);
-    if (p_.dbias.data) add_bias_gradient(block.rows, first_key, keys);
+    if (p_.dbias.data) {
+      const int64_t h = block.rows.head[0];
+      this->add_bias(h, n, first_key, [&] { add_bias_gradient(block.rows, first_key, keys); });
+    }
     add_products(n, k, t, mask, first_key, keys);
   }
 
@@ -213,6 +236,7 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
                  Start::add, nullptr, {features.plane, kLanesPlane<Unit>});
     });
     if (mask) finite_k.add_keys(dq, s_.tile.dp, *mask, lanes);
+    if (last_tile_) finish_dq(block.rows.head[0], n);
 
     auto rows_of = [&](FiniteRows<Unit>& finite, const Tensor4& x, int cols, const RowsOperand<Unit>& as_they_are) {
       if (!mask || block.finite) return as_they_are;
@@ -304,7 +328,8 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
   ProductState<Unit> products_;
   Tensor4 dbias_;
   BlockTurn turn_;
-  int64_t pass_key_ = 0;  // the first key of the pass
+  int64_t pass_key_ = 0;    // the first key of the pass
+  bool last_tile_ = false;  // of the pass
 };
 
 // Calls f.operator()<Worker, Head>().
@@ -322,9 +347,9 @@ void with_worker([[maybe_unused]] const AttentionBackward& p, F f) {
 
 template <class Unit, int Degree>
 std::size_t backward_workspace(const AttentionBackward& p, int threads) {
-  const BackwardPlan plan(p, threads);
   std::size_t bytes = 0;
   with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
+    const BackwardPlan plan(p, threads, Worker::kBiasByTiles);
     Arena all(nullptr);
     const BackwardShared<Head> shared(all, p, plan);
     bytes = all.used() + std::size_t(threads) * Worker::bytes(p, plan, shared);
@@ -337,24 +362,19 @@ template <class Worker, class Head>
 void run_tasks(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<Head>& shared,
                const Threads& threads, char* scratch) {
   const std::size_t own = Worker::bytes(p, plan, shared);
-  shared.turns.begin(p, plan);
   auto run_unit = [&](int64_t n, int thread) {
-    try {
-      Worker(p, plan, shared, Arena(scratch + std::size_t(thread) * own)).run(plan.unit(n));
-    } catch (const Stopped&) {  // the task that threw tells why
-    } catch (...) {
-      if (plan.by_turns) shared.turns.stopped->store(true, std::memory_order_relaxed);
-      throw;
-    }
+    Worker(p, plan, shared, Arena(scratch + std::size_t(thread) * own)).run(plan.unit(n));
   };
-  for_each_task(threads, plan.units(), run_unit, plan.share());
+  if (!plan.waits()) return for_each_task(threads, plan.units(), run_unit, plan.share());
+  shared.turns.begin(threads, p, plan);
+  for_each_task_by_turns(threads, plan.units(), *shared.turns.stopped, run_unit);
 }
 
 template <class Unit, int Degree>
 void run_backward(const AttentionBackward& p, const Threads& threads, void* workspace) {
   with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
     using T = typename Head::T;
-    const BackwardPlan plan(p, threads.count);
+    const BackwardPlan plan(p, threads.count, Worker::kBiasByTiles);
     Arena all(workspace);
     const BackwardShared<Head> shared(all, p, plan);
     // Calls f(part of dbias, first element, elements).

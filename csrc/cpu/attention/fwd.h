@@ -123,9 +123,6 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
   }
 #endif
   if (plan.parts > 1) return run_parts<Unit, Degree>(space, threads, workspace);
-  for (int thread = 0; thread < threads.count; ++thread) {
-    ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
-  }
   const ForwardTasks tasks(plan, space.scratch, threads.count);
   auto visit_blocks = [&](int64_t task, int thread) {
     int64_t first = tasks.first(task);
@@ -138,7 +135,10 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
     }
     for (; first < last; ++first) run_block<Unit, Degree>(space, workspace, thread, first);
   };
-  for_each_task(threads, tasks.count, visit_blocks, tasks.share);
+  auto hold_nothing = [&](int thread) {
+    ForwardScratch<Unit>(p, plan, space.of_thread(workspace, thread)).packed->head = -1;
+  };
+  for_each_task(threads, tasks.count, visit_blocks, tasks.share, hold_nothing);
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter

@@ -10,6 +10,7 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   static_cast<AttentionProblem&>(forward) = p;
   AttentionBackward backward;
   static_cast<AttentionProblem&>(backward) = p;
+  backward.dbias = p.bias;  // only asked whether it is there, and what shares it
   AttentionPlan plan;
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
   [[maybe_unused]] const bool few = ForwardPlan(p).rows_per_list <= kFewRows;
@@ -21,8 +22,7 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   if (p.dtype == DType::f16 && !few) plan.arithmetic = "tiles of two bf16 pieces, summed in float";
 #endif
   plan.block_rows = kMaxRows, plan.tile_keys = kMaxKeys;
-  plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts,
-  plan.bwd_tasks = BackwardPlan(backward, threads).units();
+  plan.fwd_tasks = ForwardPlan(p).tasks * ForwardPlan(p).parts, plan.bwd_tasks = backward_tasks(backward, threads);
   plan.fwd_efficiency = forward_efficiency(forward, threads);
   plan.bwd_efficiency = backward_efficiency(backward, threads);
   plan.fwd_workspace = attention_fwd_workspace(forward, threads);
@@ -42,7 +42,7 @@ inline AttentionPlan attention_mixed_plan(const AttentionProblem& p, int threads
   AttentionPlan plan;
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
   plan.block_rows = kMaxRows, plan.tile_keys = kMixKeys;
-  plan.fwd_tasks = mixed_forward_tasks(p), plan.bwd_tasks = MixedBackwardPlan(backward).runs;
+  plan.fwd_tasks = mixed_forward_tasks(p), plan.bwd_tasks = MixedBackwardPlan(backward).tasks;
   plan.fwd_efficiency = mixed_forward_efficiency(p, threads);
   plan.bwd_efficiency = mixed_backward_efficiency(backward, threads);
   plan.fwd_workspace = attention_mixed_fwd_workspace(forward, threads);

@@ -8,7 +8,7 @@
 MHA_ISA_BEGIN
 
 constexpr int64_t kSoftmaxTaskElements = 16384;
-constexpr int64_t kSoftmaxBiasGroups = 64;
+constexpr int64_t kSoftmaxBiasGroups = 256;
 
 // What one thread works in.
 template <class A>
@@ -184,9 +184,12 @@ void softmax_bwd(const MaskedSoftmaxBackward& p, const Threads& threads) {
   const BiasRows rows(p);
   const bool one_for_all_keys = p.dbias.stride[3] == 0;
   const int64_t width = one_for_all_keys ? 1 : p.Sk;
-  // Few owners would keep few threads busy: their sharers are then split into groups, each with a sum of its own.
-  const int64_t groups = max64(1, min64(rows.sharers, kSoftmaxBiasGroups / max64(1, rows.owners)));
-  const Scratch<A> group_sums(groups > 1 ? rows.owners * groups * width : 0);
+  // Few owners would keep few threads busy: their sharers are then split into groups, each with a sum of its own, on
+  // lines of its own.
+  const int64_t groups = max64(1, min64(rows.sharers / 4, kSoftmaxBiasGroups / max64(1, rows.owners)));
+  constexpr int64_t kLine = 64 / sizeof(A);
+  const int64_t pitch = (width + kLine - 1) / kLine * kLine;
+  const Scratch<A> group_sums(groups > 1 ? rows.owners * groups * pitch : 0);
   auto dbias_row = [&](int64_t owner) {
     return static_cast<A*>(p.dbias.data) + owner / rows.kept[2] / rows.kept[1] * p.dbias.stride[0] +
            owner / rows.kept[2] % rows.kept[1] * p.dbias.stride[1] + owner % rows.kept[2] * p.dbias.stride[2];
@@ -194,7 +197,7 @@ void softmax_bwd(const MaskedSoftmaxBackward& p, const Threads& threads) {
   auto run_group = [&](int64_t owner, int64_t group, int thread) {
     A* sum = nullptr;
     if (groups > 1) {
-      sum = group_sums.get() + (owner * groups + group) * width;
+      sum = group_sums.get() + (owner * groups + group) * pitch;
       std::memset(static_cast<void*>(sum), 0, size_t(width) * sizeof(A));
     } else if (p.dbias.data) {
       sum = dbias_row(owner);
@@ -216,9 +219,14 @@ void softmax_bwd(const MaskedSoftmaxBackward& p, const Threads& threads) {
     for (int64_t owner = first; owner < min64(rows.owners, first + run); ++owner)
       run_group(owner, task % groups, thread);
   });
-  for (int64_t owner = 0; groups > 1 && owner < rows.owners; ++owner)
+  if (groups == 1) return;
+  constexpr int64_t kColumns = 1024;
+  const int64_t pieces = (width + kColumns - 1) / kColumns;
+  for_each_task(threads, rows.owners * pieces, [&](int64_t task, int) {
+    const int64_t owner = task / pieces, first = task % pieces * kColumns, n = min64(kColumns, width - first);
     for (int64_t g = 0; g < groups; ++g)
-      accumulate_row(dbias_row(owner), group_sums.get() + (owner * groups + g) * width, width);
+      accumulate_row(dbias_row(owner) + first, group_sums.get() + (owner * groups + g) * pitch + first, n);
+  });
 }
 
 inline void masked_softmax_bwd(const MaskedSoftmaxBackward& p, const Threads& threads) {

@@ -7,19 +7,25 @@
 
 MHA_ISA_BEGIN
 
-// Calls f(task, thread) once for each task in [0, tasks), on any thread; in which order, says schedule.h.
-template <class F>
-void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Share::runs) {
+// Calls f(task, thread) once for each task in [0, tasks), on any thread; in which order, says schedule.h. Before its
+// first task a thread calls begin(thread), so that what it works in is first touched by itself: there its memory will
+// lie.
+template <class F, class Begin>
+void for_each_task(const Threads& threads, int64_t tasks, F f, Share share, Begin begin) {
   struct Shared {
     F& f;
+    Begin& begin;
     bool flush_denormals;
     Deal deal;
-  } shared{f, threads.flush_denormals, Deal(threads.count, tasks, share)};
+  } shared{f, begin, threads.flush_denormals, Deal(threads.count, tasks, share)};
   auto body = [](void* context, int thread) {
     Shared& s = *static_cast<Shared*>(context);
     const FlushDenormals flush(s.flush_denormals);
     int at = 0;
-    for (int64_t task; (task = s.deal.take(thread, at)) >= 0;) s.f(task, thread);
+    int64_t task = s.deal.take(thread, at);
+    if (task < 0) return;
+    s.begin(thread);
+    for (; task >= 0; task = s.deal.take(thread, at)) s.f(task, thread);
   };
   const int count = int(min64(threads.count, tasks));
   if (count > 1)
@@ -28,10 +34,42 @@ void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Sha
     body(&shared, 0);
 }
 
-// How long for_each_task would take, where finish(task, start) says when a task is done that starts then.
+template <class F>
+void for_each_task(const Threads& threads, int64_t tasks, F f, Share share = Share::runs) {
+  for_each_task(threads, tasks, f, share, [](int) {});
+}
+
+// The same in order, for tasks that wait for what those before them do (wait_for): if one throws, those that wait for
+// it leave off, and what it threw reaches the caller.
+template <class F>
+void for_each_task_by_turns(const Threads& threads, int64_t tasks, std::atomic<bool>& stopped, F f) {
+  auto run = [&](int64_t task, int thread) {
+    try {
+      f(task, thread);
+    } catch (const Stopped&) {  // the task that threw tells why
+    } catch (...) {
+      stopped.store(true, std::memory_order_relaxed);
+      throw;
+    }
+  };
+  for_each_task(threads, tasks, run, Share::in_order);
+}
+
+// Turns as they begin. Where they take several pages, each is touched by another thread, so that they don't all lie
+// where the caller's memory is.
+inline void begin_turns(const Threads& threads, Turn* turns, int64_t count) {
+  constexpr int64_t kPage = 4096 / sizeof(Turn);
+  for_each_task(threads, (count + kPage - 1) / kPage, [&](int64_t page, int) {
+    for (int64_t n = page * kPage; n < min64(count, (page + 1) * kPage); ++n) new (turns + n) Turn;
+  });
+}
+
+// How long for_each_task would take, where finish(task, thread, start) says when a task is done that starts then.
 template <class F>
 double simulate_tasks(int threads, int64_t tasks, Share share, F finish) {
-  auto call = [](void* context, int64_t task, double start) { return (*static_cast<F*>(context))(task, start); };
+  auto call = [](void* context, int64_t task, int thread, double start) {
+    return (*static_cast<F*>(context))(task, thread, start);
+  };
   return simulate(threads, tasks, share, call, &finish);
 }
 

@@ -45,6 +45,8 @@ Stopped::~Stopped() = default;
 
 void pass_on(Turn& turn, int64_t number) { turn.now.store(number, std::memory_order_release); }
 
+void count_on(Turn& turn, int64_t by) { turn.now.fetch_add(by, std::memory_order_acq_rel); }
+
 // The turn comes, as a rule, within the time of a tile, tens of microseconds. Whoever yields at once may be away for
 // milliseconds, if other processes want the processor, too; so it looks for about as long as a tile takes, and only
 // then gives the processor away: to whoever is ready, then for times that grow.
@@ -64,8 +66,8 @@ void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped
   }
 }
 
-double simulate(int threads, int64_t tasks, Share share, double (*finish)(void* context, int64_t task, double start),
-                void* context) {
+double simulate(int threads, int64_t tasks, Share share,
+                double (*finish)(void* context, int64_t task, int thread, double start), void* context) {
   Deal deal(threads, tasks, share);
   const int count = int(min64(threads, tasks));
   std::vector<int> at(size_t(count), 0);
@@ -78,7 +80,7 @@ double simulate(int threads, int64_t tasks, Share share, double (*finish)(void* 
     clocks.pop();
     const int64_t task = deal.take(thread, at[size_t(thread)]);
     if (task < 0) continue;
-    const double end = finish(context, task, now);
+    const double end = finish(context, task, thread, now);
     last = end > last ? end : last;
     clocks.push({end, thread});
   }

@@ -39,6 +39,7 @@ struct alignas(64) Turn {
   Turn() : now(0) {}
   std::atomic<int64_t> now;
 };
+static_assert(sizeof(Turn) == 64 && alignof(Turn) == 64);
 
 // What a task is left with when another one has thrown: for it, too, there is nothing more to do.
 struct Stopped {
@@ -52,9 +53,12 @@ void wait_for(const Turn& turn, int64_t number, const std::atomic<bool>& stopped
 
 void pass_on(Turn& turn, int64_t number);
 
-// When the last of `threads` equally fast threads is done. finish(context, task, start) says when a task is that starts
-// then; of tasks that are taken in order, it is asked in that order.
-double simulate(int threads, int64_t tasks, Share share, double (*finish)(void* context, int64_t task, double start),
-                void* context);
+// Moves a turn on where it counts what several tasks have done in any order.
+void count_on(Turn& turn, int64_t by = 1);
+
+// When the last of `threads` equally fast threads is done. finish(context, task, thread, start) says when a task is
+// that this thread starts then; of tasks that are taken in order, it is asked in that order.
+double simulate(int threads, int64_t tasks, Share share,
+                double (*finish)(void* context, int64_t task, int thread, double start), void* context);
 
 }  // namespace mha::cpu

@@ -78,6 +78,25 @@ struct TileMask {
 };
 static_assert(kMaxKeys == 64);
 
+// Whether the ends of the queries' intervals only grow from query to query: a band's do, and what is the same for all
+// queries may cut it.
+inline bool intervals_only_grow(const Mask& mask) {
+  return (!mask.begin || mask.begin_stride_q == 0) && (!mask.end || mask.end_stride_q == 0);
+}
+
+// All keys that lie in the interval of one of these queries, and those in between; begin >= end if there are none.
+inline Interval keys_of_rows(const Mask& mask, int64_t b, int64_t first_query, int64_t rows, int64_t Sk) {
+  Interval keys{Sk, 0};
+  const bool grow = intervals_only_grow(mask);
+  const int64_t step = grow ? max64(1, rows - 1) : 1;
+  for (int64_t r = 0; r < rows; r += step) {
+    const Interval row = row_interval(mask, b, first_query + r, Sk);
+    if (grow || row.begin < row.end) keys = {min64(keys.begin, row.begin), max64(keys.end, row.end)};
+  }
+  if (grow && mask.end) keys.end = min64(keys.end, mask.end[b * mask.end_stride_b]);
+  return keys;
+}
+
 // A part of a tile: the keys first .. first + keys, the rows begin .. end (whole vectors).
 struct Strip {
   int first, keys, begin, end;

@@ -35,6 +35,11 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
  public:
   using Scratch = AmxBackwardScratch<N>;
 
+  // dQ comes last, block after block of a span.
+  static constexpr int kBlocksAtOnce = kSpanBlocks;
+  static constexpr bool kBiasByTiles = false;
+  static constexpr DqTurn dq_turn(double) { return {0.8, 0.2}; }
+
   AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan,
                     const BackwardShared<AmxBackwardHead<N>>& shared, Arena arena)
       : Place(p, plan, shared, arena), s_(arena, p, plan) {
@@ -158,7 +163,8 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
         add_dq(run);
         if (turns_[n].last) finish_queries(h, first_run_ + run);
       }
-      turns_[n].done();
+      turns_[n].pass_dq_on();
+      turns_[n].leave();
     }
   }
 

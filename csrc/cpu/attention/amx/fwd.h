@@ -11,6 +11,7 @@
 // set from the first cell in which a row sees a key, and raised when a sum of weights has grown too large.
 #pragma once
 
+#include "fwd_plan.h"
 #include "fwd_rows.h"
 
 MHA_ISA_BEGIN
@@ -29,48 +30,55 @@ class AmxForwardBlock : AmxRows<N> {
     s_.score_steps.template set<N>(runs(p.D), rows_of_queries(0), {nullptr, 2 * N, 2}, true);
   }
 
-  // next: the block that this thread is likely to take after this one.
-  void run(const ForwardPlan::Place& at, const ForwardPlan::Place& next) {
+  // Of a head whose keys and values are packed. next: the block that this thread is likely to take after this one;
+  // next_head: the key/value head that is likely to be packed next.
+  void run(const ForwardPlan::Place& at, const ForwardPlan::Place& next, int64_t next_head) {
+    kv_ = StoredHead(p_, at.b, at.first_head / (p_.H / p_.Hk));
     set_rows(s_.block, p_.mask, at.b, at.first_head, at.first, at.rows, p_.Sq, p_.Sk);
     Rows::begin_rows();
     if (s_.block->any_begin < s_.block->any_end) {
-      pack_head(at.b, at.first_head / (p_.H / p_.Hk));
       load_rows();
-      look_ahead(at, next);
+      look_ahead(at, next, next_head);
       visit_units();
     }
     Rows::store_rows();
   }
 
-  // The keys that some query sees, unless that is done already.
-  void pack_head(int64_t b, int64_t head) {
-    kv_ = StoredHead(p_, b, head);
-    typename AmxHead<N>::State& state = *head_.state;
-    if (state.head == kv_.index) return;
-    state = {kv_.index, 0, false};
-    Interval seen{p_.Sk, 0};
-    for (int64_t i = 0; i < p_.Sq; ++i) {
-      const Interval row = row_interval(p_.mask, b, i, p_.Sk);
-      if (row.begin < row.end) seen.begin = min64(seen.begin, row.begin), seen.end = max64(seen.end, row.end);
+  // All of a head (b * Hk + key/value head), unless it is held already.
+  void pack_head(int64_t head) {
+    if (*head_.held == head) return;
+    *head_.held = head;
+    pack_pieces(head, 0, head_.pieces);
+  }
+
+  // Of the keys of these pieces those that some query sees.
+  void pack_pieces(int64_t head, int64_t first, int64_t last) {
+    const int64_t b = head / p_.Hk;
+    kv_ = StoredHead(p_, b, head % p_.Hk);
+    const Interval seen = keys_of_rows(p_.mask, b, 0, p_.Sq, p_.Sk);
+    for (int64_t n = first; n < last; ++n) {
+      typename AmxHead<N>::Piece& piece = head_.piece[n];
+      piece = {0, false};
+      const int64_t begin = max64(seen.begin, n * kPieceKeys) / kRun, end = min64(seen.end, (n + 1) * kPieceKeys);
+      for (int64_t run = begin; run * kRun < end; ++run) pack_keys(run, piece);
+      for (int64_t run = begin; run * kRun < end; ++run) pack_values(run, piece);
     }
-    for (int64_t run = seen.begin / kRun; run * kRun < seen.end; ++run) pack_keys(run);
-    for (int64_t run = seen.begin / kRun; run * kRun < seen.end; ++run) pack_values(run);
   }
 
  private:
-  void pack_keys(int64_t run) {
+  void pack_keys(int64_t run, typename AmxHead<N>::Piece& piece) {
     PackedRun to;
     to.lanes = {head_.k + run * head_.k_run, 2 * N, 2};
     const KeyRows k = rows_of_run(run, p_.k, p_.D, [&](int64_t j) { return kv_.key(j); });
     const Seen seen = pack_run<N>(to, k.first, k.stride, k.count, int(p_.D));
-    head_.state->greatest_key = std::max(head_.state->greatest_key, seen.greatest);
+    piece.greatest_key = std::max(piece.greatest_key, seen.greatest);
   }
-  void pack_values(int64_t run) {
+  void pack_values(int64_t run, typename AmxHead<N>::Piece& piece) {
     PackedRun to;
     to.features = {head_.v + run * head_.v_run, 2, 2 * dv_runs_};
     const KeyRows v = rows_of_run(run, p_.v, p_.Dv, [&](int64_t j) { return kv_.value(j); });
     head_.left_out[run] = pack_run<N, PairsOf::halves>(to, v.first, v.stride, v.count, int(p_.Dv)).not_finite;
-    head_.state->left_out |= head_.left_out[run] != 0;
+    piece.left_out |= head_.left_out[run] != 0;
   }
 
   // A run of keys or values, one stride apart: those that lie in several pages are copied, and what has no page is 0.
@@ -112,7 +120,12 @@ class AmxForwardBlock : AmxRows<N> {
       greatest = std::max(greatest, pack_run<N>(to, q, p_.q.stride[2], rows_of(strip), int(p_.D)).greatest);
       started_[strip] = false;
     }
-    const uint16_t key = head_.state->greatest_key;
+    uint16_t key = 0;
+    left_out_ = false;
+    for (int64_t n = 0; n < head_.pieces; ++n) {
+      key = std::max(key, head_.piece[n].greatest_key);
+      left_out_ |= head_.piece[n].left_out;
+    }
     finite_ = greatest < kInfinite<N> && key < kInfinite<N>;
     // Sums of products that may be infinite are looked through.
     bounded_ = finite_ && (N > 1 || (greatest >> 7) + (key >> 7) < 2 * 127 + 80);
@@ -121,7 +134,7 @@ class AmxForwardBlock : AmxRows<N> {
   // ---- what is wanted soon, fetched a few rows at a time between those of softmaxes: the next queries, this block's
   // rows of the output, and this block's share of the next head's keys and values.
 
-  void look_ahead(const ForwardPlan::Place& at, const ForwardPlan::Place& next) {
+  void look_ahead(const ForwardPlan::Place& at, const ForwardPlan::Place& next, int64_t next_head) {
     const int64_t size = int64_t(size_of(p_.dtype)), group = p_.H / p_.Hk;
     auto rows_at = [&](const Tensor4& x, int64_t b, int64_t head, int64_t row, int64_t rows, int64_t cols) {
       const int64_t first = b * x.stride[0] + head * x.stride[1] + row * x.stride[2];
@@ -130,7 +143,7 @@ class AmxForwardBlock : AmxRows<N> {
     ahead_[0] = rows_at(p_.q, next.b, next.first_head, next.first, next.rows, p_.D);
     ahead_[1] = rows_at(p_.out, at.b, at.first_head, at.first, at.rows, p_.Dv);
     ahead_[1].to_write = true;
-    const int64_t index = at.b * p_.Hk + at.first_head / group + 1, b = index / p_.Hk, head = index % p_.Hk;
+    const int64_t b = next_head / p_.Hk, head = next_head % p_.Hk;
     const int64_t shares = group * ((p_.Sq + kMaxRows - 1) / kMaxRows);
     const int64_t share = at.first_head % group * (shares / group) + at.first / kMaxRows;
     const int64_t first = p_.Sk * share / shares,
@@ -266,7 +279,7 @@ class AmxForwardBlock : AmxRows<N> {
       if (rescaled_) rescale();
       if (now.masks) clear_hidden(now);
       multiply_values(now);
-      if (head_.state->left_out) add_left_out(now);
+      if (left_out_) add_left_out(now);
       if (!has_next) break;
       now = next, count = next_count;
     }
@@ -374,6 +387,7 @@ class AmxForwardBlock : AmxRows<N> {
   AmxTiles tiles_;
   TileSums sums_;
   bool finite_ = false, bounded_ = false;  // all queries and keys; their products
+  bool left_out_ = false;                  // some values are not finite
   bool started_[kStrips] = {};
   Interval some_[kStrips], all_[kStrips];  // keys that some rows of a strip see, and that all see
   Ahead ahead_[4];
@@ -385,30 +399,40 @@ class AmxForwardBlock : AmxRows<N> {
 template <int N>
 inline void run_on_tiles(const AttentionForward& p, const ForwardPlan& plan, const Threads& threads, void* workspace) {
   const AmxForwardPlan<N> amx(p, plan, threads.count);
-  for (int64_t n = 0; n < amx.heads_together; ++n) amx.head(workspace, n).state->head = -1;
+  auto run_block = [&](AmxForwardBlock<N>& block, int64_t n, int64_t next_head) {
+    block.run(plan.place(n), plan.place(std::min(n + 1, plan.tasks - 1)), next_head);
+  };
   if (!amx.shared) {
-    // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
-    const int64_t run = plan.lists >= 16 * threads.count ? plan.blocks_per_list : 1;
-    for_each_task(threads, plan.tasks / run, [&](int64_t task, int thread) {
+    auto run_blocks = [&](int64_t task, int thread) {
       AmxForwardBlock<N> block(p, amx.scratch(workspace, thread), amx.head(workspace, thread));
-      for (int64_t n = task * run; n < (task + 1) * run; ++n)
-        block.run(plan.place(n), plan.place(std::min(n + 1, plan.tasks - 1)));
-    });
+      for (int64_t n = task * amx.run; n < (task + 1) * amx.run; ++n) {
+        const int64_t head = n / amx.blocks;
+        block.pack_head(head);
+        run_block(block, n, head + 1);
+      }
+    };
+    for_each_task(threads, amx.tasks(), run_blocks, Share::runs,
+                  [&](int thread) { *amx.head(workspace, thread).held = -1; });
     return;
   }
-  const int64_t heads = p.B * p.Hk, blocks = plan.tasks / heads;  // of a key/value head
-  for (int64_t first = 0; first < heads; first += amx.heads_together) {
-    const int64_t count = min64(amx.heads_together, heads - first);
-    for_each_task(threads, count, [&](int64_t n, int thread) {
-      AmxForwardBlock<N> block(p, amx.scratch(workspace, thread), amx.head(workspace, n));
-      block.pack_head((first + n) / p.Hk, (first + n) % p.Hk);
-    });
-    auto visit = [&](int64_t task, int thread) {
-      AmxForwardBlock<N> block(p, amx.scratch(workspace, thread), amx.head(workspace, task / blocks));
-      block.run(plan.place(first * blocks + task), plan.place(std::min(first * blocks + task + 1, plan.tasks - 1)));
-    };
-    for_each_task(threads, count * blocks, visit, Share::dealt);
-  }
+  Turn* const turns = amx.turn(workspace);
+  begin_turns(threads, turns, amx.turns());
+  std::atomic<bool> stopped(false);
+  for_each_task_by_turns(threads, amx.tasks(), stopped, [&](int64_t n, int thread) {
+    const auto task = amx.task(n);
+    Turn &packed = turns[2 * task.slot], &done = turns[2 * task.slot + 1];
+    if (task.packs)
+      wait_for(done, task.round * amx.blocks, stopped);
+    else
+      wait_for(packed, (task.round + 1) * amx.packs, stopped);
+    const AmxHead<N> head = amx.head(workspace, task.slot);
+    AmxForwardBlock<N> block(p, amx.scratch(workspace, thread), head);
+    if (task.packs)
+      block.pack_pieces(task.head, head.pieces * task.index / amx.packs, head.pieces * (task.index + 1) / amx.packs);
+    else
+      run_block(block, amx.block(task), task.head + amx.together);
+    count_on(task.packs ? packed : done);
+  });
 }
 
 MHA_ISA_END

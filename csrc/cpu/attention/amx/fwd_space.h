@@ -1,4 +1,4 @@
-// The memory that AMX forward works in, and how its work is shared out.
+// The memory that AMX forward works in.
 #pragma once
 
 #include "../../tile/score.h"
@@ -10,15 +10,20 @@ MHA_ISA_BEGIN
 constexpr int kStripRows = kRun, kUnitKeys = 512, kUnitRuns = kUnitKeys / kRun;
 constexpr int kStrips = kMaxRows / kStripRows;
 
-// The packed keys and values of a head.
+// Keys and values that are packed as one task, where threads pack a head together.
+constexpr int64_t kPieceKeys = 128;
+static_assert(kPieceKeys % kRun == 0);
+
+// The packed keys and values of a head, in pieces that may be packed at the same time.
 template <int N>
 struct AmxHead {
-  struct State {
-    int64_t head;  // b * Hk + key/value head; -1: none yet
+  struct alignas(64) Piece {
     uint16_t greatest_key;
     bool left_out;  // whether some values are not finite
   };
-  State* state;
+  int64_t* held;  // of a thread's own: b * Hk + key/value head; -1: none yet
+  Piece* piece;   // [pieces]
+  int64_t pieces;
   HalfTile* k;           // [run of keys][run of features][plane][2]: lanes
   HalfTile* v;           // [run of keys][plane][run of features][2]: features, of pairs from the halves of a run
   uint32_t* left_out;    // [run of keys], a bit for each whose values are not finite
@@ -27,7 +32,9 @@ struct AmxHead {
 
   AmxHead(const AttentionForward& p, void* base) : k_run(N * 2 * runs(p.D)), v_run(N * 2 * runs(p.Dv)) {
     Arena arena(base);
-    state = arena.take<State>(1);
+    pieces = max64(1, (p.Sk + kPieceKeys - 1) / kPieceKeys);
+    held = arena.take<int64_t>(1);
+    piece = arena.take<Piece>(pieces);
     k = arena.take<HalfTile>(runs(p.Sk) * k_run);
     v = arena.take<HalfTile>(runs(p.Sk) * v_run);
     left_out = arena.take<uint32_t>(runs(p.Sk));
@@ -79,42 +86,6 @@ struct AmxForwardScratch {
 inline bool on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
   return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && ScoreRule<float>(p).raw && p.scale >= 1e-30 &&
          !p.dropout.rng_state && !p.weights.data && !p.store.quantised;
-}
-
-// A head that is small is packed by each thread that works on it. Long ones, or where there are fewer than threads, are
-// packed by all threads together, as many at a time as take this much memory.
-constexpr int64_t kSharedHeadBytes = int64_t(8) << 20;
-
-template <int N>
-struct AmxForwardPlan {
-  const AttentionForward& p;
-  const ForwardPlan& plan;
-  const int threads;
-  const std::size_t scratch_bytes, head_bytes;
-  const bool shared;
-  const int64_t heads_together;
-
-  AmxForwardPlan(const AttentionForward& problem, const ForwardPlan& forward, int thread_count)
-      : p(problem),
-        plan(forward),
-        threads(thread_count),
-        scratch_bytes(AmxForwardScratch<N>(p, nullptr).bytes),
-        head_bytes(AmxHead<N>(p, nullptr).bytes),
-        shared(int64_t(head_bytes) > N * kPackedHeadBytes || p.B * p.Hk < threads),
-        heads_together(shared ? max64(1, min64(p.B * p.Hk, kSharedHeadBytes / int64_t(head_bytes))) : threads) {}
-
-  std::size_t bytes() const { return std::size_t(threads) * scratch_bytes + std::size_t(heads_together) * head_bytes; }
-  void* scratch(void* workspace, int thread) const {
-    return static_cast<char*>(workspace) + std::size_t(thread) * scratch_bytes;
-  }
-  AmxHead<N> head(void* workspace, int64_t index) const {
-    return AmxHead<N>(p, static_cast<char*>(scratch(workspace, threads)) + std::size_t(index) * head_bytes);
-  }
-};
-
-template <int N>
-inline std::size_t workspace_on_tiles(const AttentionForward& p, const ForwardPlan& plan, int threads) {
-  return AmxForwardPlan<N>(p, plan, threads).bytes();
 }
 
 MHA_ISA_END

@@ -10,7 +10,7 @@
 
 MHA_ISA_BEGIN
 
-// Where tasks meet in a gradient of the bias they are cut by shapes alone, into about so many.
+// Where tasks meet in a gradient of the bias, and not by turns, they are cut by shapes alone, into about so many.
 constexpr int64_t kBackwardTasks = 8;
 
 // Chunks of keys may be twice as many then, so that threads finish together though a causal mask makes chunks unequal,
@@ -27,7 +27,7 @@ constexpr int64_t kWholeHeadsEach = 8, kEvenHeadsEach = 4, kTasksEach = 6;
 
 // Shared queries and sums of the heads that are under way, in bytes. What a head has grows with its length and so do
 // its tasks: this much serves hundreds of threads.
-constexpr int64_t kSlotBytes = int64_t(64) << 20;
+constexpr int64_t kSlotBytes = int64_t(128) << 20;
 
 // Rows that are fetched before one is written.
 constexpr int64_t kWriteAhead = 8;
@@ -51,12 +51,7 @@ struct BackwardPasses {
   int64_t first, last;
 
   BackwardPasses(const Mask& mask, int64_t b, int64_t first_query, int64_t rows, int64_t Sk, int64_t pass_keys) {
-    Interval keys = row_interval(mask, b, first_query, Sk);
-    const int64_t step = mask.begin || mask.end ? 1 : max64(1, rows - 1);  // a band's ends only grow
-    for (int64_t r = step; r < rows; r += step) {
-      const Interval next = row_interval(mask, b, first_query + r, Sk);
-      keys = {min64(keys.begin, next.begin), max64(keys.end, next.end)};
-    }
+    const Interval keys = keys_of_rows(mask, b, first_query, rows, Sk);
     const bool any = keys.begin < keys.end;
     first = any ? keys.begin / pass_keys : 0, last = any ? ceil_div(keys.end, pass_keys) : 1;
   }
@@ -71,28 +66,38 @@ struct BackwardPlan {
   int64_t chunks, chunk_keys;    // a task's keys
   int64_t pass_keys;
   int64_t slots = 0, key_slots = 0;  // by turns: heads, and key/value heads that several of them share, under way
+  // Heads meet in dbias, of which each adds to a tile of queries and keys after the one before it.
+  bool bias_turns = false;
+  bool bias_of_batch, bias_of_head;  // each sequence, each head, has a dbias of its own
   // Tasks in a grid of (batch, key/value head and split, chunk); an axis along which tasks meet in dbias is shared.
   int64_t axis[3];
   bool shared[3];
   int64_t owned, shared_tasks, parts;  // units = owned * parts, each of about shared_tasks / parts tasks
   int64_t bias_elements, bias_origin;  // of dbias in memory; which of them is that of query 0 and key 0
 
-  BackwardPlan(const AttentionBackward& p, int threads) {
+  // by_tiles: whoever does the tasks takes turns at the tiles of dbias.
+  BackwardPlan(const AttentionBackward& p, int threads, bool by_tiles = true) {
     const int64_t pairs = max64(1, p.B * p.Hk), tiles = ceil_div(p.Sk, kMaxKeys), all_heads = p.B * p.H;
     group = p.Hk ? p.H / p.Hk : 0;
     const int64_t size[3] = {p.B, p.H, p.Sk};
     const int64_t bias_stride[3] = {p.dbias.stride[0], p.dbias.stride[1], p.bias_relative ? 0 : p.dbias.stride[3]};
     bool met = false;
     for (int a = 0; a < 3; ++a) met |= p.dbias.data && bias_stride[a] == 0 && size[a] > 1;
+    bias_of_batch = p.dbias.stride[0] != 0, bias_of_head = p.dbias.stride[1] != 0;
+    // By tiles, or where there are enough of them, all heads with one dbias are one thread's: the same order of sums.
+    const bool by_shapes = met && !(by_tiles && bias_stride[2] != 0 && p.dbias.stride[2] > 0);
+    const int64_t biases = (bias_of_batch ? p.B : 1) * (bias_of_head ? p.Hk : 1);
+    const bool by_bias = met && !by_shapes && whole_heads(biases, threads);
+    bias_turns = met && !by_shapes && !by_bias;
 
     heads = group, chunks = 1, pass_keys = kPassTiles * kMaxKeys;
-    if (met) {
+    if (by_shapes) {
       heads = ceil_div(group, max64(1, min64(group, ceil_div(kBackwardTasks, pairs))));
       splits = max64(1, group ? ceil_div(group, heads) : 1);
       chunks = max64(1, min64(tiles, ceil_div(kBackwardTasks, pairs * splits)));
       const int64_t chunk_bytes = p.B * p.H * p.Sq * p.D * (p.dtype == DType::f64 ? 8 : 4);
       if (chunks > 1 && 2 * chunks * kPassTiles <= tiles && 2 * chunks * chunk_bytes <= kPartialBytes) chunks *= 2;
-    } else if (tiles > 0 && p.Sq > 0 && all_heads > 0 && !whole_heads(pairs, threads)) {
+    } else if (!by_bias && tiles > 0 && p.Sq > 0 && all_heads > 0 && !whole_heads(pairs, threads)) {
       by_turns = true, heads = 1;
       while (pass_keys > kMaxKeys && all_heads * ceil_div(p.Sk, pass_keys) < kTasksEach * threads) pass_keys /= 2;
       chunks = ceil_div(p.Sk, pass_keys);
@@ -107,10 +112,10 @@ struct BackwardPlan {
     axis[0] = p.B, axis[1] = p.Hk * splits, axis[2] = chunks;
     owned = shared_tasks = 1;
     for (int a = 0; a < 3; ++a) {
-      shared[a] = met && bias_stride[a] == 0;
+      shared[a] = (by_shapes || by_bias) && bias_stride[a] == 0;
       (shared[a] ? shared_tasks : owned) *= axis[a];
     }
-    parts = max64(1, min64(shared_tasks, ceil_div(kBackwardTasks, max64(1, owned))));
+    parts = by_shapes ? max64(1, min64(shared_tasks, ceil_div(kBackwardTasks, max64(1, owned)))) : 1;
     set_bias(p);
   }
 
@@ -145,7 +150,17 @@ struct BackwardPlan {
     return {at[0], hk, first + split * heads, first + min64(group, (split + 1) * heads), split, at[2], slot, round};
   }
 
-  Share share() const { return by_turns ? Share::in_order : chunks > 1 ? Share::dealt : Share::runs; }
+  bool waits() const { return by_turns || bias_turns; }
+  Share share() const { return waits() ? Share::in_order : chunks > 1 ? Share::dealt : Share::runs; }
+
+  // Heads that have a dbias in common, and which of them a head is.
+  int64_t bias_owners(const AttentionProblem& p) const { return (bias_of_batch ? p.B : 1) * (bias_of_head ? p.H : 1); }
+  int64_t bias_owner(const AttentionProblem& p, int64_t b, int64_t h) const {
+    return (bias_of_batch ? b : 0) * (bias_of_head ? p.H : 1) + (bias_of_head ? h : 0);
+  }
+  int64_t bias_number(const AttentionProblem& p, int64_t b, int64_t h) const {
+    return (bias_of_batch ? 0 : b) * (bias_of_head ? 1 : p.H) + (bias_of_head ? 0 : h);
+  }
 
  private:
   static bool whole_heads(int64_t pairs, int threads) {

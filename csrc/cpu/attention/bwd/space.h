@@ -69,56 +69,91 @@ struct KeySums {
   }
 };
 
+// Of a pass's work with a block, for the simulation: what comes before the wait for dQ's turn, and what is done in it.
+struct DqTurn {
+  double before, held;
+};
+
 // A task's turn at a block of queries.
 struct BlockTurn {
   Turn* turn = nullptr;  // null: the task is alone with the head
+  Turn* done = nullptr;
   const std::atomic<bool>* stopped = nullptr;
-  int64_t begin = 0, mine = 0, end = 0;  // it is free for this head; for this pass's dQ; this pass is through
-  bool first = true, last = true;        // of the passes that see something of the block
+  int64_t free = 0, packed_by_first = 0, mine = 0;  // `done` where it is free for this head; `turn` where its queries
+                                                    // are packed, and where this pass may add to dQ
+  int64_t passes = 1;                               // that this one stands for
+  bool first = true, last = true;                   // of the passes that see something of the block
 
-  void wait(int64_t number) const {
-    if (turn) wait_for(*turn, number, *stopped);
+  void wait_until_free() const {
+    if (turn) wait_for(*done, free, *stopped);
   }
-  void wait_until_free() const { wait(begin); }
-  void wait_until_packed() const { wait(begin + 1); }
   void packed() const {
-    if (turn) pass_on(*turn, begin + 1);
+    if (turn) pass_on(*turn, packed_by_first);
   }
-  void wait_for_dq() const { wait(mine); }
-  void done() const {
-    if (turn) pass_on(*turn, end);
+  void wait_until_packed() const {
+    if (turn) wait_for(*turn, packed_by_first, *stopped);
+  }
+  void wait_for_dq() const {
+    if (turn) wait_for(*turn, mine, *stopped);
+  }
+  void pass_dq_on() const {
+    if (turn) pass_on(*turn, mine + 1);
+  }
+  // The block's queries are read no more.
+  void leave() const {
+    if (turn) count_on(*done, passes);
   }
 };
 
 // What the tasks that go by turns share. Numbers of a slot's turns at a block: each head that has the slot takes `step`
-// of them: free, packed, one pass through, two passes through, ..., and so on to the next head.
+// of them: packed, one pass through with dQ, two passes through, ..., and so on to the next head, which begins when all
+// passes of this one have left.
 struct BackwardTurns {
-  int64_t blocks, step;
-  BackwardPasses* passes;  // [B][blocks], worked out once
-  Turn *queries, *keys;    // [slots][blocks]; [key slots][chunks]
+  int64_t blocks, chunks, step;
+  BackwardPasses* passes;       // [B][blocks], worked out once
+  Turn *queries, *done, *keys;  // [slots][blocks] both; [key slots][chunks]
+  Turn* bias;                   // [dbias that heads have in common][tiles of keys][blocks]: how many have added
+  int64_t tiles, biases;
   std::atomic<bool>* stopped;
 
   BackwardTurns(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan)
-      : blocks(ceil_div(p.Sq, kMaxRows)), step(plan.chunks + 2) {
+      : blocks(ceil_div(p.Sq, kMaxRows)), chunks(plan.chunks), step(plan.chunks + 1) {
+    tiles = ceil_div(p.Sk, kMaxKeys), biases = plan.bias_turns ? plan.bias_owners(p) : 0;
     passes = arena.take<BackwardPasses>(plan.by_turns ? p.B * blocks : 0);
     queries = arena.take<Turn>(plan.slots * blocks);
+    done = arena.take<Turn>(plan.slots * blocks);
     keys = arena.take<Turn>(plan.key_slots * plan.chunks);
-    stopped = reinterpret_cast<std::atomic<bool>*>(arena.take<Turn>(plan.by_turns ? 1 : 0));
+    bias = arena.take<Turn>(biases * tiles * blocks);
+    stopped = reinterpret_cast<std::atomic<bool>*>(arena.take<Turn>(plan.waits() ? 1 : 0));
   }
-  void begin(const AttentionBackward& p, const BackwardPlan& plan) const {
-    for (int64_t n = 0; n < (plan.by_turns ? p.B * blocks : 0); ++n) {
-      const int64_t first = n % blocks * kMaxRows;
-      new (passes + n) BackwardPasses(p.mask, n / blocks, first, min64(kMaxRows, p.Sq - first), p.Sk, plan.pass_keys);
-    }
-    for (int64_t n = 0; n < plan.slots * blocks; ++n) new (queries + n) Turn;
-    for (int64_t n = 0; n < plan.key_slots * plan.chunks; ++n) new (keys + n) Turn;
-    if (plan.by_turns) new (stopped) std::atomic<bool>(false);
+  void begin(const Threads& threads, const AttentionBackward& p, const BackwardPlan& plan) const {
+    constexpr int64_t kPage = 4096 / sizeof(BackwardPasses);  // as begin_turns
+    const int64_t known = plan.by_turns ? p.B * blocks : 0;
+    for_each_task(threads, ceil_div(known, kPage), [&](int64_t page, int) {
+      for (int64_t n = page * kPage; n < min64(known, (page + 1) * kPage); ++n) {
+        const int64_t first = n % blocks * kMaxRows;
+        new (passes + n) BackwardPasses(p.mask, n / blocks, first, min64(kMaxRows, p.Sq - first), p.Sk, plan.pass_keys);
+      }
+    });
+    for (Turn* turns : {queries, done}) begin_turns(threads, turns, plan.slots * blocks);
+    begin_turns(threads, keys, plan.key_slots * plan.chunks);
+    begin_turns(threads, bias, biases * tiles * blocks);
+    new (stopped) std::atomic<bool>(false);
   }
   BlockTurn at(const BackwardTask& t, int64_t block, const BackwardPasses& passes) const {
-    const int64_t free = t.round * step, before = t.chunk - passes.first;
-    const bool last = t.chunk + 1 == passes.last;
-    return {queries + t.slot * blocks + block, stopped, free, free + 1 + before, last ? free + step : free + 2 + before,
-            t.chunk == passes.first,           last};
+    const int64_t packed = t.round * step + 1, at = t.slot * blocks + block;
+    const bool first = t.chunk == passes.first;
+    // The first one stands for those that see nothing, too.
+    const int64_t count = first ? 1 + chunks - (passes.last - passes.first) : 1;
+    return {queries + at,
+            done + at,
+            stopped,
+            t.round * chunks,
+            packed,
+            packed + t.chunk - passes.first,
+            count,
+            first,
+            t.chunk + 1 == passes.last};
   }
 };
 
@@ -197,6 +232,24 @@ class BackwardPlace {
   // Whether a block sees any of the keys that it will meet here.
   bool sees_keys(const RowBlock& rows) const {
     return plan_.by_turns ? rows.any_begin < rows.any_end : rows.any_begin < last_key_ && rows.any_end > first_key_;
+  }
+
+  // Calls f() when head h is next to add to the dbias of a tile, and passes that on.
+  template <class F>
+  void add_bias(int64_t h, int64_t block, int64_t first_key, F f) const {
+    if (!plan_.bias_turns) return f();
+    const BackwardTurns& turns = shared_.turns;
+    const int64_t tile = plan_.bias_owner(p_, b_, h) * turns.tiles + first_key / kMaxKeys;
+    const int64_t number = plan_.bias_number(p_, b_, h);
+    Turn& turn = turns.bias[tile * turns.blocks + block];
+    wait_for(turn, number, *turns.stopped);
+    f();
+    pass_on(turn, number + 1);
+  }
+  // The same of all tiles of a block that are left out; where a band alone says so, all heads leave them out.
+  void skip_bias(int64_t h, int64_t block, int64_t first_key, int64_t keys) const {
+    if (!plan_.bias_turns || !(p_.mask.begin || p_.mask.end)) return;
+    for (int64_t key = first_key; key < first_key + keys; key += kMaxKeys) add_bias(h, block, key, [] {});
   }
 
   // Calls f(first, last, dk, dv) when head h is next to add to the sums of its group: whether it is the first and the

@@ -136,30 +136,46 @@ struct ForwardScratch {
   }
 };
 
+// Threads that share lists take tasks in order: so many lists at a time, and of these the first tasks, which under a
+// causal mask have most to do, then the second ones, and so on. As many as keep all busy; all, where a thread has few
+// tasks, so that the last ones are short.
+inline int64_t lists_together(int64_t lists, int64_t tasks_each, int threads) {
+  if (lists * tasks_each <= 4 * threads) return max64(1, lists);
+  return min64(lists, (threads + tasks_each - 1) / tasks_each);
+}
+
 // The tasks of blocks that are not cut into parts: each has `size` of a list's blocks, or what is left of them.
 struct ForwardTasks {
-  int64_t blocks, size, per_list, count;
+  int64_t lists, blocks, size, per_list, count;
   bool grouped = false;  // the blocks of a task visit each tile of keys together
   Share share;
 
   template <class Unit>
   ForwardTasks(const ForwardPlan& plan, const ForwardScratch<Unit>& scratch, int threads)
-      : blocks(plan.blocks_per_list), size(!kPairs<Unit> && scratch.grouped ? scratch.group : 0) {
+      : lists(plan.lists), blocks(plan.blocks_per_list), size(!kPairs<Unit> && scratch.grouped ? scratch.group : 0) {
     auto tasks_of_list = [&] { return (blocks + size - 1) / size; };
-    while (size > 1 && plan.lists * tasks_of_list() < (size > 4 ? 16 : 8) * threads) size /= 2;
+    while (size > 1 && lists * tasks_of_list() < (size > 4 ? 16 : 8) * threads) size /= 2;
     grouped = size > 1;
     // Where there are lists enough to go round evenly, a thread takes whole ones, so that it alone packs their heads.
-    // Where there are fewer than threads, these share lists, whose blocks a causal mask makes unequal.
     if (grouped)
       size = (blocks + tasks_of_list() - 1) / tasks_of_list();
     else
-      size = scratch.whole_head && plan.lists >= 16 * threads ? max64(1, blocks) : 1;
+      size = scratch.whole_head && lists >= 16 * threads ? max64(1, blocks) : 1;
     per_list = tasks_of_list();
-    count = plan.lists * per_list;
-    share = plan.lists < threads ? Share::dealt : Share::runs;
+    count = lists * per_list;
+    // Where there are fewer lists than threads, these share them.
+    share = lists < threads ? Share::in_order : Share::runs;
+    together = share == Share::in_order ? lists_together(lists, per_list, threads) : 1;
   }
-  int64_t first(int64_t task) const { return task / per_list * blocks + task % per_list * size; }
-  int64_t last(int64_t task) const { return min64(first(task) + size, (task / per_list + 1) * blocks); }
+  int64_t first(int64_t task) const { return list(task) * blocks + index(task) * size; }
+  int64_t last(int64_t task) const { return min64(first(task) + size, (list(task) + 1) * blocks); }
+
+ private:
+  int64_t together;  // lists
+  int64_t before(int64_t task) const { return task / (together * per_list) * together; }
+  int64_t now(int64_t task) const { return min64(together, lists - before(task)); }
+  int64_t list(int64_t task) const { return before(task) + task % (together * per_list) % now(task); }
+  int64_t index(int64_t task) const { return task % (together * per_list) / now(task); }
 };
 
 // The workspace: scratch of the threads, then, where blocks are cut, a Partial of each part of each block.

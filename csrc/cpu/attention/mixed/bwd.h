@@ -4,8 +4,8 @@
 //   dQ^T += K^T dC   dK += dC^T Q   dV += W^T dO   dpre_mix += C . dS   dpost_mix += P . dW
 //
 // A block of queries with all heads visits its tiles of keys twice: for delta, then for the gradients. C and dW of a
-// tile are kept from the first visit where memory allows. A task sums dK and dV over the blocks of its chunk of the
-// queries; these partial sums are then added up in order.
+// tile are kept from the first visit where memory allows. Blocks add to dK and dV by turns, tile of keys by tile of
+// keys: each waits for the block before it just before it adds.
 #pragma once
 
 #include "../bwd.h"
@@ -48,31 +48,45 @@ class MixedBackwardWorker {
 
  public:
   MixedBackwardWorker(const AttentionMixedBackward& p, const MixedBackwardPlan& plan,
-                      const MixedBackwardParts<T>& parts, Arena arena)
-      : p_(p), plan_(plan), parts_(parts), s_(arena, p), scores_(s_.scores), group_(p.H / max64(1, p.Hk)) {}
+                      const MixedBackwardShared<T>& shared, Arena arena)
+      : p_(p), plan_(plan), shared_(shared), s_(arena, p, plan), scores_(s_.scores), group_(p.H / max64(1, p.Hk)) {}
 
-  void run(int64_t run) {
-    const int64_t HH = p_.H * p_.H;
+  void run(int64_t task, const std::atomic<bool>& stopped) {
+    const int64_t b = task % p_.B, block = plan_.blocks - 1 - task / p_.B, head_rows = p_.Hk * p_.Sk;
+    if (p_.pre_mix) std::fill_n(dpre_ = shared_.dpre + task * shared_.mix, shared_.mix, 0.0);
+    if (p_.post_mix) std::fill_n(dpost_ = shared_.dpost + task * shared_.mix, shared_.mix, 0.0);
+    if (p_.dsinks) std::fill_n(dsinks_ = shared_.dsinks + task * shared_.heads, shared_.heads, 0.0);
+    dk_ = shared_.dk + b * head_rows * p_.D;
+    dv_ = shared_.dv + b * head_rows * p_.Dv;
+    dk_turn_ = KeyTurn(shared_.dk_turns, task, p_.B, 0, stopped);
+    dv_turn_ = KeyTurn(shared_.dv_turns, task, p_.B, 0, stopped);
+    bias_turn_ = KeyTurn(shared_.bias_turns, task, plan_.bias_step, plan_.bias_across_blocks ? 0 : task - b, stopped);
     dbias_ = p_.dbias;
-    if (plan_.bias_parts && run > 0) {
-      T* part = parts_.dbias + (run - 1) * plan_.bias_elements;
-      std::fill_n(part, plan_.bias_elements, T(0));
-      dbias_.data = part + plan_.bias_origin;
-    }
-    if (p_.pre_mix) std::fill_n(dpre_ = parts_.dpre + run * HH, HH, 0.0);
-    if (p_.post_mix) std::fill_n(dpost_ = parts_.dpost + run * HH, HH, 0.0);
-    if (p_.dsinks) std::fill_n(dsinks_ = parts_.dsinks + run * p_.H, p_.H, 0.0);
-    for (int64_t task = plan_.tasks * run / plan_.runs; task < plan_.tasks * (run + 1) / plan_.runs; ++task) {
-      const int64_t b = task / plan_.chunks, chunk = task % plan_.chunks, head_rows = p_.Hk * p_.Sk;
-      dk_ = parts_.dk + (chunk * p_.B + b) * head_rows * p_.D;
-      dv_ = parts_.dv + (chunk * p_.B + b) * head_rows * p_.Dv;
-      std::fill_n(dk_, head_rows * p_.D, T(0));
-      std::fill_n(dv_, head_rows * p_.Dv, T(0));
-      for (int64_t n = chunk; n < plan_.blocks; n += plan_.chunks) run_block(b, n * kMaxRows);
-    }
+    if (plan_.bias_diagonals) begin_diagonals(block * kMaxRows);
+    run_block(b, block * kMaxRows);
+    for (KeyTurn* turn : {&dk_turn_, &dv_turn_, &bias_turn_}) turn->finish();
+    if (plan_.bias_diagonals) finish_diagonals(task, b, block * kMaxRows, stopped);
   }
 
  private:
+  // dbias_ becomes what this task sums for itself: of each head, by the key less the query.
+  void begin_diagonals(int64_t first) {
+    const int64_t width = p_.Sk + kMaxRows;
+    std::fill_n(s_.diagonals, p_.H * width, T(0));
+    dbias_.data = s_.diagonals + first + kMaxRows - 1;
+    dbias_.stride[0] = 0, dbias_.stride[1] = width;
+  }
+  void finish_diagonals(int64_t task, int64_t b, int64_t first, const std::atomic<bool>& stopped) {
+    const int64_t last = min64(first + kMaxRows, p_.Sq) - 1, begin = first + kMaxRows - 1 - last;
+    wait_for(*shared_.diagonals_turn, task, stopped);
+    for (int64_t h = 0; h < p_.H; ++h) {
+      const T* from = s_.diagonals + h * (p_.Sk + kMaxRows) + begin;
+      T* to = static_cast<T*>(p_.dbias.data) + b * p_.dbias.stride[0] + h * p_.dbias.stride[1] - last;
+      for (int64_t n = 0; n < p_.Sk + last - first; ++n) to[n] += from[n];
+    }
+    pass_on(*shared_.diagonals_turn, task + 1);
+  }
+
   void run_block(int64_t b, int64_t first) {
     load_block(b, first);
     for_each_tile([&](int64_t n, int64_t first_key, int keys) {
@@ -223,10 +237,12 @@ class MixedBackwardWorker {
   }
 
   void add_gradients(int64_t n, int64_t first_key, int keys) {
+    const int64_t end = first_key + keys;
     compute_weights(n, first_key, keys);
     add_dv(first_key, keys);
     if (p_.post_mix) add_head_products(dpost_, s_.weights, dweights(n), p_.H, scores_.lanes, keys);
     T* ds = dprobabilities(n, keys);
+    if (dbias_.data) bias_turn_.wait(plan_.bias_by_keys ? end : KeyTurn::kAll);
     const V zero = set1(T(0));
     for (int64_t g = 0; g < p_.H; ++g) {
       for (int r = 0; r < scores_.lanes; r += L) {
@@ -239,12 +255,20 @@ class MixedBackwardWorker {
       }
       if (dbias_.data) add_dbias(g, ds + g * kHeadTile, first_key, keys);
     }
+    if (plan_.bias_by_keys) bias_turn_.pass(end);
     T* dc = ds;
     if (p_.pre_mix) {
       add_head_products(dpre_, capped(n), ds, p_.H, scores_.lanes, keys);
       mix_heads(dc = s_.weights, ds, static_cast<const T*>(p_.pre_mix), Mix::transposed, p_.H, scores_.lanes, keys);
     }
-    for (int64_t h = 0; h < p_.H; ++h) add_dq_dk(h, dc + h * kHeadTile, capped(n) + h * kHeadTile, first_key, keys);
+    for (int64_t h = 0; h < p_.H; ++h) add_dq(h, dc + h * kHeadTile, capped(n) + h * kHeadTile, first_key, keys);
+    dk_turn_.wait(end);
+    for (int64_t h = 0; h < p_.H; ++h) {
+      if (scores_.masks.kind(h, p_.pre_mix) == TileKind::none) continue;
+      T* dk = dk_ + (h / group_ * p_.Sk + first_key) * p_.D;
+      add_rows(dk, dc + h * kHeadTile, p_.q, h, s_.q_rows, p_.D, product_mask(h, p_.pre_mix), keys);
+    }
+    dk_turn_.pass(end);
   }
 
   void add_dbias(int64_t g, const T* ds, int64_t first_key, int keys) {
@@ -285,14 +309,17 @@ class MixedBackwardWorker {
       weights = s_.weights;
     }
     scores_.apply_dropout(weights, first_key, keys);
+    dv_turn_.wait(first_key + keys);
     for (int64_t g = 0; g < p_.H; ++g) {
       if (scores_.masks.kind(g, p_.post_mix) == TileKind::none) continue;
       T* dv = dv_ + (g / group_ * p_.Sk + first_key) * p_.Dv;
       add_rows(dv, weights + g * kHeadTile, p_.dout, g, s_.dout_rows, p_.Dv, product_mask(g, p_.post_mix), keys);
     }
+    dv_turn_.pass(first_key + keys);
   }
 
-  void add_dq_dk(int64_t h, T* dc, const T* capped, int64_t first_key, int keys) {
+  // Leaves in dc what dK, too, is made of.
+  void add_dq(int64_t h, T* dc, const T* capped, int64_t first_key, int keys) {
     if (scores_.masks.kind(h, p_.pre_mix) == TileKind::none) return;
     const int D = int(p_.D), lanes = scores_.lanes;
     const V scale = set1(T(p_.scale)), zero = set1(T(0)), one = set1(T(1)),
@@ -311,8 +338,6 @@ class MixedBackwardWorker {
     T* dq = s_.dq + h * p_.D * kMaxRows;
     gemm<T>(D, lanes, keys, features.a, features.am, features.ak, dc, kMaxRows, dq, kMaxRows, Start::add);
     if (mask) finite.add_keys(dq, dc, *mask, lanes);
-    T* dk = dk_ + (h / group_ * p_.Sk + first_key) * p_.D;
-    add_rows(dk, dc, p_.q, h, s_.q_rows, p_.D, mask, keys);
   }
 
   void finish_queries() {
@@ -329,11 +354,12 @@ class MixedBackwardWorker {
 
   const AttentionMixedBackward& p_;
   const MixedBackwardPlan& plan_;
-  const MixedBackwardParts<T>& parts_;
+  const MixedBackwardShared<T>& shared_;
   MixedBackwardScratch<T> s_;
   MixedScores<T>& scores_;
   const int64_t group_;
   Tensor4 dbias_;
+  KeyTurn dk_turn_, dv_turn_, bias_turn_;
   double *dpre_ = nullptr, *dpost_ = nullptr, *dsinks_ = nullptr;
   T *dk_ = nullptr, *dv_ = nullptr;
   bool all_finite_ = true;
@@ -342,36 +368,43 @@ class MixedBackwardWorker {
 
 template <class T>
 std::size_t mixed_backward_workspace(const AttentionMixedBackward& p, int threads) {
+  const MixedBackwardPlan plan(p);
   Arena shared(nullptr), own(nullptr);
-  MixedBackwardParts<T>(shared, p, MixedBackwardPlan(p));
-  MixedBackwardScratch<T>(own, p);
+  MixedBackwardShared<T>(shared, p, plan);
+  MixedBackwardScratch<T>(own, p, plan);
   return shared.used() + std::size_t(threads) * own.used();
+}
+
+// to[i] += the parts' elements i, each part after the one before it.
+template <class T>
+void add_parts(const Threads& threads, void* to, const double* parts, int64_t stride, int64_t elements, int64_t count) {
+  constexpr int64_t kRun = 256;
+  if (!to) return;
+  for_each_task(threads, ceil_div(elements, kRun), [&](int64_t task, int) {
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t i = task * kRun; i < min64(elements, (task + 1) * kRun); ++i)
+        static_cast<T*>(to)[i] += T(parts[n * stride + i]);
+    }
+  });
 }
 
 template <class T, int Degree>
 void run_mixed_backward(const AttentionMixedBackward& p, const Threads& threads, void* workspace) {
   const MixedBackwardPlan plan(p);
-  Arena shared(workspace), own(nullptr);
-  const MixedBackwardParts<T> parts(shared, p, plan);
-  MixedBackwardScratch<T>(own, p);
-  char* scratch = static_cast<char*>(workspace) + shared.used();
-  for_each_task(threads, plan.runs, [&](int64_t n, int thread) {
-    MixedBackwardWorker<T, Degree>(p, plan, parts, Arena(scratch + std::size_t(thread) * own.used())).run(n);
+  Arena all(workspace), own(nullptr);
+  const MixedBackwardShared<T> shared(all, p, plan);
+  MixedBackwardScratch<T>(own, p, plan);
+  char* scratch = static_cast<char*>(workspace) + all.used();
+  shared.begin(threads, p, plan);
+  std::atomic<bool> stopped(false);
+  for_each_task_by_turns(threads, plan.tasks, stopped, [&](int64_t n, int thread) {
+    MixedBackwardWorker<T, Degree>(p, plan, shared, Arena(scratch + std::size_t(thread) * own.used())).run(n, stopped);
   });
-  sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, parts.dk, plan.chunks);
-  sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, parts.dv, plan.chunks);
-  auto add = [&](void* to, const auto* part, int64_t elements, int64_t count) {
-    for (int64_t n = 0; to && n < count; ++n, part += elements) {
-      for (int64_t i = 0; i < elements; ++i) static_cast<T*>(to)[i] += T(part[i]);
-    }
-  };
-  if (p.pre_mix) add(p.dpre_mix, parts.dpre, p.H * p.H, plan.runs);
-  if (p.post_mix) add(p.dpost_mix, parts.dpost, p.H * p.H, plan.runs);
-  add(p.dsinks, parts.dsinks, p.H, plan.runs);
-  if (plan.bias_parts) {
-    T* dbias = static_cast<T*>(p.dbias.data) - plan.bias_origin;
-    add(dbias, parts.dbias, plan.bias_elements, plan.runs - 1);
-  }
+  sum_parts(threads, p.dk, p.dtype, p.B, p.Hk, p.Sk, p.D, shared.dk, 1);
+  sum_parts(threads, p.dv, p.dtype, p.B, p.Hk, p.Sk, p.Dv, shared.dv, 1);
+  add_parts<T>(threads, p.pre_mix ? p.dpre_mix : nullptr, shared.dpre, shared.mix, p.H * p.H, plan.tasks);
+  add_parts<T>(threads, p.post_mix ? p.dpost_mix : nullptr, shared.dpost, shared.mix, p.H * p.H, plan.tasks);
+  add_parts<T>(threads, p.dsinks, shared.dsinks, shared.heads, p.H, plan.tasks);
 }
 
 inline void attention_mixed_bwd(const AttentionMixedBackward& p, const Threads& threads, void* workspace) {

@@ -204,12 +204,13 @@ inline void run_mixed_forward(const AttentionMixedForward& p, const Threads& thr
   const std::size_t bytes = MixedForwardScratch<T>(p, Arena(nullptr)).bytes;
   const int64_t blocks = (p.Sq + kMaxRows - 1) / kMaxRows;
   if (p.H == 0) return;
-  for_each_task(threads, mixed_forward_tasks(p), [&](int64_t task, int thread) {
-    // The last queries first: under a causal mask they see the most keys.
-    const int64_t first = (blocks - 1 - task % blocks) * kMaxRows;
+  auto run_block = [&](int64_t task, int thread) {
+    // The last queries of all sequences first: under a causal mask they see the most keys.
+    const int64_t first = (blocks - 1 - task / p.B) * kMaxRows;
     MixedForwardBlock<T, Degree>(p, static_cast<char*>(workspace) + std::size_t(thread) * bytes)
-        .run(task / blocks, first, int(min64(kMaxRows, p.Sq - first)));
-  });
+        .run(task % p.B, first, int(min64(kMaxRows, p.Sq - first)));
+  };
+  for_each_task(threads, mixed_forward_tasks(p), run_block, Share::in_order);
 }
 
 inline void attention_mixed_fwd(const AttentionMixedForward& p, const Threads& threads, void* workspace) {
