@@ -17,8 +17,9 @@ struct Case {
   bool intervals = false, documents = false;
   double scale = 0.3, softcap = 0, dropout = -1;
   bool weights = false;
-  double values = 1;      // what the values are multiplied by
-  bool infinite = false;  // a key whose score is -inf for all, and infinite values
+  double values = 1;        // what the values are multiplied by
+  bool infinite = false;    // a key whose score is -inf for all, and infinite values
+  bool great_bias = false;  // rows whose biases are the greatest there are, rise from key to key, or are -inf at first
 };
 
 struct Inputs {
@@ -69,6 +70,46 @@ void add_infinities(const Case& c, Inputs& in) {
   });
 }
 
+// By rows: the least number for all keys; for the first keys alone; the least of all but one key, which has half of it;
+// the greatest number for one key; -inf for the first keys; rising by 20 powers of two a tile, and falling; -1e30 for
+// all.
+void add_great_biases(const Case& c, Inputs& in) {
+  const double most = double(std::numeric_limits<float>::max());
+  naive::for_each(in.bias.read(), [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    const bool early = j < c.Sk / 2;
+    double x = 0;
+    switch (i % 9) {
+      case 0:
+        x = -most;
+        break;
+      case 1:
+        x = early ? -most : 0;
+        break;
+      case 2:
+        x = j == c.Sk / 2 ? -most / 2 : -most;
+        break;
+      case 3:
+        x = j == c.Sk / 2 ? most : 0;
+        break;
+      case 4:
+        x = early ? -kInf : 0;
+        break;
+      case 5:
+        x = 0.45 * double(j);
+        break;
+      case 6:
+        x = -0.45 * double(j);
+        break;
+      case 7:
+        x = -1e30;
+        break;
+      case 8:
+        return;
+    }
+    in.bias.set(b, h, i, j, x);
+  });
+}
+
 // NaN and infinity in the keys and values that no query sees, and in the bias of hidden pairs.
 void poison_hidden(const Case& c, Inputs& in) {
   naive::Array4 seen(c.B, c.Hk, c.Sk, 1);
@@ -102,6 +143,7 @@ void make_inputs(const Case& c, DType t, uint64_t seed, Inputs& in) {
     in.bias = random_tensor(p.bias_dtype, c.B, c.H, c.Sq, c.Sk, random, c.bias_transposed ? kTransposed : kContiguous,
                             c.bias);
     p.bias = in.bias.t;
+    if (c.great_bias) add_great_biases(c, in);
   }
   make_mask(c, random, in);
   if (c.infinite) add_infinities(c, in);
@@ -210,6 +252,29 @@ std::vector<Case> cases() {
   for (const bool inside : {false, true})
     all.push_back({.B = 2, .Sq = 261, .Sk = 300, .D = 32, .heads_inside = inside});
   all.push_back({.H = 6, .Hk = 3, .Sq = 7, .bias = 0});
+  // Whole blocks of queries, with all that may lie between products and weights.
+  for (int axes = 0; axes < 16; axes += 5)
+    all.push_back({.B = 2, .H = 4, .Sq = 70, .Sk = 131, .bias = axes, .wide_bias = axes % 2 == 0, .band_hi = 80});
+  all.push_back({.Sq = 97, .Sk = 100, .bias = 0, .bias_transposed = true, .dropout = 0.3});
+  for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.B = 2, .Sq = 130, .Sk = 140, .dropout = dropout});
+  for (const double scale : {0.0, -0.5, 2.0})
+    all.push_back({.Sq = 66, .Sk = 70, .scale = scale, .softcap = scale > 0 ? 1.5 : 0});
+  all.push_back({.B = 2,
+                 .H = 6,
+                 .Hk = 3,
+                 .Sq = 100,
+                 .Sk = 90,
+                 .bias = 1,
+                 .dense = 2,
+                 .band_hi = 40,
+                 .intervals = true,
+                 .documents = true,
+                 .softcap = 2,
+                 .dropout = 0.2});
+  for (const bool first : {false, true})
+    all.push_back({.Sq = 70, .Sk = first ? 100 : 600, .bias = 0, .wide_bias = true, .great_bias = true});
+  all.push_back({.Sq = 70, .Sk = 100, .bias = 0, .wide_bias = true, .band_hi = 35, .dropout = 0.3, .great_bias = true});
+  all.push_back({.Sq = 90, .Sk = 90, .bias = 0, .softcap = 3, .dropout = 0.3, .infinite = true});
   for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.Sk = 131, .dropout = dropout, .weights = true});
   for (const double scale : {0.0, -0.5, 3.0}) all.push_back({.scale = scale});
   all.push_back({.scale = 2, .softcap = 1.5});

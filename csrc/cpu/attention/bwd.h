@@ -28,7 +28,7 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
   using T = typename Product<Unit>::Acc;
   using Place = BackwardPlace<BackwardHead<Unit>>;
   using Place::p_, Place::plan_, Place::shared_, Place::at_, Place::head_, Place::b_, Place::hk_, Place::first_key_,
-      Place::last_key_;
+      Place::last_key_, Place::dbias_;
   static constexpr int L = Vec<T>::lanes;
 
  public:
@@ -52,9 +52,6 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
   }
 
   void run(const BackwardUnit& unit) {
-    dbias_ = p_.dbias;
-    if (unit.bias_part > 0)
-      dbias_.data = shared_.dbias + (unit.bias_part - 1) * plan_.bias_elements + plan_.bias_origin;
     this->for_each_task_of(unit, [&] {
       for (int64_t h = at_.first_head; h < at_.last_head; ++h) run_head(h);
     });
@@ -62,14 +59,12 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
 
  private:
   void run_head(int64_t h) {
-    const bool relative = p_.dbias.data && p_.bias_relative && p_.Sq > 0 && first_key_ < last_key_;
-    const int64_t diagonals = relative ? p_.Sq + last_key_ - first_key_ - 1 : 0;
-    std::fill_n(s_.diagonals, diagonals, 0.0);
+    this->begin_diagonals(s_.diagonals);
     int64_t first = first_key_;
     do {
       run_pass(h, first, min64(plan_.pass_keys, last_key_ - first));
     } while ((first += plan_.pass_keys) < last_key_);
-    if (diagonals > 0) store_diagonals<T>(dbias_, s_.diagonals, b_, h, 0, p_.Sq, first_key_, last_key_ - first_key_);
+    this->store_diagonals_of(s_.diagonals, h);
   }
 
   // The keys from `first` on against the head's queries, the last ones first: under a causal mask passes that begin
@@ -191,16 +186,10 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
                                  : mask  ? plain_tile<Unit, Degree, true>(s_.tile, block, p_.scale, mask, keys)
                                          : plain_tile<Unit, Degree, false>(s_.tile, block, p_.scale, mask, keys);
     if (p_.dbias.data) {
-      const int64_t h = block.rows.head[0];
-      this->add_bias(h, n, first_key, [&] { add_bias_gradient(block.rows, first_key, keys); });
+      this->add_bias(block.rows.head[0], n, first_key,
+                     [&] { this->add_bias_gradient(s_.tile.bias, block.rows, first_key, keys, s_.diagonals); });
     }
     add_products(n, k, t, mask, first_key, keys);
-  }
-
-  void add_bias_gradient(const RowBlock& rows, int64_t first_key, int keys) {
-    if (!p_.bias_relative) return add_tile(dbias_, s_.tile.bias, rows, first_key, keys);
-    const int64_t keys_after = last_key_ - 1 - first_key;
-    add_diagonals(s_.diagonals + rows.query[0] + keys_after, s_.tile.bias, rows.rows, keys);
   }
 
   void repair(const RowBlock& rows, const KeyOperands<Unit>& k, int keys) {
@@ -326,7 +315,6 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
   const bool plain_;
   Strips<Unit> strips_;
   ProductState<Unit> products_;
-  Tensor4 dbias_;
   BlockTurn turn_;
   int64_t pass_key_ = 0;    // the first key of the pass
   bool last_tile_ = false;  // of the pass
@@ -338,8 +326,7 @@ void with_worker([[maybe_unused]] const AttentionBackward& p, F f) {
 #ifdef MHA_HAS_AMX
   if constexpr (kPairs<Unit>) {
     constexpr int N = kPlanes<Unit>;
-    if (plain_scores(p) && p.D > 0 && p.Dv > 0)
-      return f.template operator()<AmxBackwardWorker<N>, AmxBackwardHead<N>>();
+    if (on_tiles(p)) return f.template operator()<AmxBackwardWorker<N>, AmxBackwardHead<N>>();
   }
 #endif
   f.template operator()<BackwardWorker<Unit, Degree>, BackwardHead<Unit>>();

@@ -42,6 +42,13 @@ inline void set_rows(RowBlock* block, const Mask& mask, int64_t b, int64_t first
   }
 }
 
+// The rows first .. first + rows of a block; rows may be 0.
+inline void take_rows(RowBlock* to, const RowBlock& from, int first, int rows) {
+  *to = from;
+  to->rows = rows;
+  for (int64_t* of : {to->head, to->query, to->begin, to->end}) std::copy_n(of + first, rows, of);
+}
+
 enum class TileKind { none, all, some };
 
 // The first n of 64 bits.

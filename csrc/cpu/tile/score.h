@@ -69,16 +69,36 @@ inline Ahead bias_ahead(const Tensor4& bias, DType type, const RowBlock& block, 
   return {element(bias.data, type, at), bias.stride[2] * size, keys * size, block.rows};
 }
 
+// What becomes of products before a bias: scale and soft cap. `unit`, a power of two: scores are multiplied by it.
+template <class T>
+struct CappedScores {
+  Vec<T> scale, cap, inverse_cap;
+  bool capped;
+
+  explicit CappedScores(const ScoreRule<T>& rule, T unit = 1)
+      : scale(set1(rule.cap != 0 ? rule.scale : rule.scale * unit)),
+        cap(set1(rule.cap * unit)),
+        inverse_cap(set1(rule.inverse_cap)),
+        capped(rule.cap != 0) {}
+  // slope: of the soft cap, where it is one.
+  MHA_INLINE Vec<T> operator()(Vec<T> product, Vec<T>* slope = nullptr) const {
+    const Vec<T> s = product * scale;
+    if (!capped) return s;
+    const Vec<T> y = tanh(s * inverse_cap);
+    if (slope) *slope = set1(T(1)) - y * y;
+    return y * cap;
+  }
+};
+
 // Raw products to scores, in place; rule.raw is false. bias may be null; lanes is a multiple of the vector length.
 template <class T>
 inline void finish_scores(T* score, int64_t ld, const T* bias, int64_t ld_bias, const ScoreRule<T>& rule, int lanes,
                           int keys) {
   constexpr int L = Vec<T>::lanes;
-  const Vec<T> scale = set1(rule.scale), cap = set1(rule.cap), inverse_cap = set1(rule.inverse_cap);
+  const CappedScores<T> capped(rule);
   for (int j = 0; j < keys; ++j, score += ld) {
     for (int r = 0; r < lanes; r += L) {
-      Vec<T> s = load(score + r) * scale;
-      if (rule.cap != 0) s = tanh(s * inverse_cap) * cap;
+      Vec<T> s = capped(load(score + r));
       if (bias) s = s + load(bias + j * ld_bias + r);
       store(score + r, s);
     }

@@ -1,4 +1,4 @@
-// Attention backward on AMX tiles, where nothing but scale and mask lies between S and the softmax (plain_scores).
+// Attention backward on AMX tiles.
 //
 // The products are those of attention/bwd.h. What is different is their order: a load and a store of a tile of sums
 // costs as much as four products, more where sums come from the second-level cache. So keys and queries come in spans,
@@ -14,9 +14,7 @@
 #pragma once
 
 #include "../../tile/finite_rows.h"
-#include "../bwd/operands.h"
-#include "../bwd/sums.h"
-#include "bwd_space.h"
+#include "bwd_results.h"
 
 MHA_ISA_BEGIN
 
@@ -27,10 +25,12 @@ struct SeeingRun {
 };
 
 template <int N>
-class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
+class AmxBackwardWorker : AmxBackwardResults<N> {
   using Place = BackwardPlace<AmxBackwardHead<N>>;
-  using Place::p_, Place::plan_, Place::shared_, Place::at_, Place::head_, Place::b_, Place::hk_, Place::first_key_,
-      Place::last_key_;
+  using Results = AmxBackwardResults<N>;
+  using Place::first_key_, Place::last_key_;
+  using Results::p_, Results::plan_, Results::shared_, Results::at_, Results::head_, Results::b_, Results::hk_;
+  using Results::s_, Results::keys_begun_, Results::span_key_, Results::begin;
 
  public:
   using Scratch = AmxBackwardScratch<N>;
@@ -42,7 +42,7 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
 
   AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan,
                     const BackwardShared<AmxBackwardHead<N>>& shared, Arena arena)
-      : Place(p, plan, shared, arena), s_(arena, p, plan) {
+      : Results(p, plan, shared, arena), modified_(is_modified(p)) {
     s_.s_steps.template set<N>(s_.d, s_.k_rows, head_.q_lanes, true);
     s_.dp_steps.template set<N>(s_.dv_runs, s_.v_rows, head_.dout_lanes, false);
   }
@@ -51,7 +51,7 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
                            const BackwardShared<AmxBackwardHead<N>>& shared) {
     Arena own(nullptr);
     Place::take_own(own, p, plan, shared);
-    Scratch(own, p, plan);
+    AmxBackwardScratch<N>(own, p, plan);
     return own.used();
   }
 
@@ -64,6 +64,7 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
 
  private:
   void run_head(int64_t h) {
+    this->begin_diagonals(s_.diagonals);
     span_key_ = first_key_;
     do {
       const int64_t keys = min64(kSpanKeys, last_key_ - span_key_);
@@ -71,8 +72,9 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
       if (plan_.heads <= 1) s_.keys_held[0] = 0;
       std::fill_n(keys_begun_, kKeyRuns, uint8_t(0));
       for (int64_t n = ceil_div(head_.blocks, kSpanBlocks); n-- > 0;) run_span(h, n * kSpanBlocks, keys);
-      finish_keys(h, keys);
+      this->finish_keys(h, keys);
     } while ((span_key_ += kSpanKeys) < last_key_);
+    this->store_diagonals_of(s_.diagonals, h);
   }
 
   void load_queries(int64_t h, int64_t n) {
@@ -94,10 +96,12 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
       };
       head_.q_left_out[run] = pack(p_.q, head_.q_lanes, head_.q_features, p_.D);
       head_.dout_left_out[run] = pack(p_.dout, head_.dout_lanes, head_.dout_features, p_.Dv);
+      if (head_.rows) take_rows(head_.rows + run, block.rows, half * kRun, count);
     }
     row_dots(p_, block.rows, block.delta);
     load_statistics(block, p_, b_ * p_.rows_stride_b + h * p_.rows_stride_h + first);
-    for (int r = 0; r < kMaxRows; ++r) head_.minus_delta[first + r] = -block.delta[r];
+    // Dropout multiplies dP before delta is subtracted.
+    for (int r = 0; r < kMaxRows; ++r) head_.minus_delta[first + r] = p_.dropout.rng_state ? 0.0f : -block.delta[r];
   }
 
   void load_keys() {
@@ -161,7 +165,7 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
       turns_[n].wait_for_dq();
       for (int run = 2 * n; run < 2 * n + 2; ++run) {
         add_dq(run);
-        if (turns_[n].last) finish_queries(h, first_run_ + run);
+        if (turns_[n].last) this->finish_queries(h, first_run_ + run);
       }
       turns_[n].pass_dq_on();
       turns_[n].leave();
@@ -236,22 +240,52 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
         repair(dp, run, q, p_.v, p_.dout, p_.Dv, head_.minus_delta + q * kRun, s_.v_left_out[held_ + run], *dout_left);
     }
     const RowStatistics rows(head_.block[q / 2], int(q % 2) * kRun);
-    const VecF scale2 = set1(float(p_.scale * kLog2e));
     const WeightTiles<N> to{s_.p.tiles + 2 * at.run, s_.ds.tiles + 2 * at.run,
                             s_.ds_lanes.tiles + 2 * (at.run * kKeyRuns + run), s_.p.plane, s_.ds_lanes.plane};
     const ScoreProducts beside = next ? products(run, next->run, 1 - buffer) : ScoreProducts();
-    auto quarter = [&]<int kQuarter, bool kMasked>() MHA_INLINE_LAMBDA {
-      weights<kMasked, N>(s, dp, rows, scale2, at.mask, to, kQuarter, [&](int i) MHA_INLINE_LAMBDA {
-        if (next) beside.template part<kQuarter>(i);
-      });
+    auto all = [&](const auto& pairs) MHA_INLINE_LAMBDA {
+      auto quarter = [&]<int kQuarter>() MHA_INLINE_LAMBDA {
+        weights<N>(s, dp, pairs, to, kQuarter, [&](int i) MHA_INLINE_LAMBDA {
+          if (next) beside.template part<kQuarter>(i);
+        });
+      };
+      quarter.template operator()<0>();
+      quarter.template operator()<1>();
+      quarter.template operator()<2>();
+      quarter.template operator()<3>();
     };
-    auto all = [&]<bool kMasked>() MHA_INLINE_LAMBDA {
-      quarter.template operator()<0, kMasked>();
-      quarter.template operator()<1, kMasked>();
-      quarter.template operator()<2, kMasked>();
-      quarter.template operator()<3, kMasked>();
-    };
-    at.mask.mask ? all.template operator()<true>() : all.template operator()<false>();
+    if (modified_) {
+      load_modifiers(run, q);
+      const bool raw = !p_.bias.data && p_.softcap == 0;
+      raw ? all(ModifiedPairs<N, true>(p_, rows, at.mask, s_.modifiers))
+          : all(ModifiedPairs<N, false>(p_, rows, at.mask, s_.modifiers));
+      add_bias_gradient(run, q);
+    } else if (at.mask.mask) {
+      all(PlainPairs<N, true>(p_, rows, at.mask));
+    } else {
+      all(PlainPairs<N, false>(p_, rows, at.mask));
+    }
+  }
+
+  // The bias of a run of keys and one of queries, and what dropout multiplies with.
+  void load_modifiers(int run, int64_t query_run) {
+    const RowBlock& rows = head_.rows[query_run];
+    const Modifiers& to = s_.modifiers;
+    const int64_t first = span_key_ + run * kRun;
+    const int keys = int(min64(kRun, last_key_ - first));
+    if (rows.rows < kRun) {  // lanes that are no rows
+      if (to.bias) std::fill_n(to.bias, kRun * kMaxRows, 0.0f);
+      if (to.factor) std::fill_n(to.factor, kRun * kMaxRows, 0.0f);
+    }
+    if (rows.rows == 0) return;
+    if (p_.bias.data) load_tile(to.bias, p_.bias, p_.bias_dtype, rows, first, keys);
+    if (p_.dropout.rng_state) load_dropout(to.factor, p_, rows, first, keys);
+  }
+  void add_bias_gradient(int run, int64_t query_run) {
+    const RowBlock& rows = head_.rows[query_run];
+    if (!p_.dbias.data || rows.rows == 0) return;
+    const int64_t first = span_key_ + run * kRun;
+    Place::add_bias_gradient(s_.modifiers.bias, rows, first, int(min64(kRun, last_key_ - first)), s_.diagonals);
   }
 
   // sum[key][column] += weight[key][query] * row[query][column] for the queries of the runs first .. last of the span.
@@ -349,10 +383,6 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
     }
   }
 
-  static void begin(SumTile* sums, int64_t pairs, bool begun) {
-    if (!begun) std::memset(sums, 0, size_t(pairs) * 4 * sizeof(SumTile));
-  }
-
   template <class F>
   void add_row(const void* row, int64_t cols, float weight, F sum) {
     with_storage<float>(p_.dtype, [&](auto* s) {
@@ -360,96 +390,13 @@ class AmxBackwardWorker : BackwardPlace<AmxBackwardHead<N>> {
     });
   }
 
-  // 32 features of a row, or fewer: two vectors.
-  template <class S>
-  static MHA_INLINE void put_row(S* to, VecF low, VecF high, int width) {
-    if constexpr (std::is_same_v<S, bf16>) {
-      const __mmask32 lanes = width >= 32 ? ~__mmask32(0) : (__mmask32(1) << width) - 1;
-      _mm512_mask_storeu_epi16(to, lanes, __m512i(_mm512_cvtne2ps_pbh(high.v, low.v)));
-    } else {
-      store_n(to, low, std::min(width, 16));
-      if (width > 16) store_n(to + 16, high, width - 16);
-    }
-  }
-
-  // Calls f(to, stride): where rows `first` on of a gradient go.
-  template <class F>
-  void with_rows(const Tensor4& out, int64_t head, int64_t first, F f) {
-    with_storage<float>(p_.dtype, [&](auto* s) {
-      using S = std::remove_const_t<std::remove_pointer_t<decltype(s)>>;
-      f(static_cast<S*>(out.data) + b_ * out.stride[0] + head * out.stride[1] + first * out.stride[2], out.stride[2]);
-    });
-  }
-
-  void finish_queries(int64_t h, int64_t run) {
-    const int64_t first = run * kRun, D = p_.D;
-    const int rows = int(std::clamp<int64_t>(p_.Sq - first, 0, kRun));
-    if (rows == 0) return;
-    SumTile* sums = head_.dq + run * s_.d * 4;
-    begin(sums, s_.d, head_.begun(run));
-    const VecF scale = set1(float(p_.scale));
-    with_rows(p_.dq, h, first, [&](auto* to, int64_t stride) {
-      for (int64_t m = 0; m < s_.d; ++m) {
-        for (int half = 0; half < 2; ++half) {
-          VecF low[16], high[16];
-          for (int i = 0; i < 16; ++i) {
-            low[i] = load(sums[m * 4 + half].x[i]) * scale;
-            high[i] = load(sums[m * 4 + 2 + half].x[i]) * scale;
-          }
-          transpose_block(low);
-          transpose_block(high);
-          for (int i = 0; i < 16; ++i) {
-            const int r = query_of_column(half, i);
-            if (r < rows) put_row(to + r * stride + m * kRun, low[i], high[i], int(min64(kRun, D - m * kRun)));
-          }
-        }
-      }
-    });
-  }
-
-  // dK and dV of the span's keys, of this head or, with it, of all its group.
-  void finish_keys(int64_t h, int64_t keys) {
-    for (int64_t run = 0; run * kRun < keys; ++run) {
-      begin(s_.dk + run * s_.d * 4, s_.d, keys_begun_[run]);
-      begin(s_.dv + run * s_.dv_runs * 4, s_.dv_runs, keys_begun_[run]);
-    }
-    this->add_head(h, span_key_, [&](bool is_first, bool is_last, float* dk, float* dv) {
-      put_keys(p_.dk, s_.dk, dk, is_first, is_last, keys, p_.D, float(p_.scale));
-      put_keys(p_.dv, s_.dv, dv, is_first, is_last, keys, p_.Dv, 1.0f);
-    });
-  }
-
-  void put_keys(const Tensor4& out, const SumTile* sums, float* total, bool is_first, bool is_last, int64_t keys,
-                int64_t cols, float scale) {
-    const VecF factor = set1(scale);
-    const int64_t n = runs(cols);
-    with_rows(out, hk_, span_key_, [&](auto* to, int64_t stride) {
-      for (int64_t j = 0; j < keys; ++j, to += stride, total += cols) {
-        for (int64_t m = 0; m < n; ++m) {
-          const SumTile* pair = sums + (j / kRun * n + m) * 4 + j % kRun / 16 * 2;
-          const int width = int(min64(kRun, cols - m * kRun));
-          VecF low = load(pair[0].x[j % 16]), high = load(pair[1].x[j % 16]);
-          if (!is_first) {
-            low = load_n(total + m * kRun, std::min(width, 16)) + low;
-            if (width > 16) high = load_n(total + m * kRun + 16, width - 16) + high;
-          }
-          if (is_last)
-            put_row(to + m * kRun, low * factor, high * factor, width);
-          else
-            put_row(total + m * kRun, low, high, width);
-        }
-      }
-    });
-  }
-
-  Scratch s_;
+  const bool modified_;
   ProductState<Pairs<N>> tiles_;
   BlockTurn turns_[kSpanBlocks];
   bool reached_[kSpanBlocks];
-  uint8_t keys_begun_[kKeyRuns];   // whether sums of a run of the span's keys hold anything yet
   bool seen_[kKeyRuns][kRowRuns];  // by runs of keys and of queries
   int64_t held_ = 0;               // the span's first among the runs of keys that are packed
-  int64_t span_key_ = 0, first_run_ = 0;
+  int64_t first_run_ = 0;
 };
 
 MHA_ISA_END

@@ -10,6 +10,12 @@ constexpr int kSpanKeys = 512, kSpanRows = 512;
 constexpr int kKeyRuns = kSpanKeys / kRun, kRowRuns = kSpanRows / kRun, kSpanBlocks = kSpanRows / kMaxRows;
 static_assert(kMaxRows == 2 * kRun && kMaxKeys == 2 * kRun);
 
+// Whether AmxBackwardWorker knows all that the problem asks for.
+inline bool on_tiles(const AttentionBackward& p) { return p.D > 0 && p.Dv > 0 && !p.dweights.data; }
+
+// Whether more than scale and mask lies between S and the softmax, or between weights and values.
+inline bool is_modified(const AttentionBackward& p) { return p.bias.data || p.softcap != 0 || p.dropout.rng_state; }
+
 template <int N>
 inline TilePairs take_pairs(Arena& arena, int64_t pairs) {
   return {arena.take<HalfTile>(N * pairs * 2), 2, pairs * 2};
@@ -27,7 +33,8 @@ struct AmxBackwardHead {
   SumTile* dq;
   uint8_t* dq_begun;                     // [blocks][kBlockBytes], of which two: whether sums hold anything yet
   uint32_t *q_left_out, *dout_left_out;  // of each run, a bit for each row that is not finite
-  float* minus_delta;
+  float* minus_delta;                    // what sums of dP begin with
+  RowBlock* rows;                        // of each run; null where nobody asks
 
   AmxBackwardHead(Arena& arena, const AttentionBackward& p, const BackwardPlan&)
       : blocks(ceil_div(p.Sq, kMaxRows)), query_runs(2 * blocks) {
@@ -39,6 +46,7 @@ struct AmxBackwardHead {
     dq_begun = arena.take<uint8_t>(blocks * kBlockBytes);
     q_left_out = arena.take<uint32_t>(query_runs), dout_left_out = arena.take<uint32_t>(query_runs);
     minus_delta = arena.take<float>(query_runs * kRun);
+    rows = is_modified(p) ? arena.take<RowBlock>(query_runs) : nullptr;
   }
   uint8_t& begun(int64_t run) const { return dq_begun[run / 2 * kBlockBytes + run % 2]; }
 };
@@ -57,6 +65,8 @@ struct AmxBackwardScratch {
   TileMask<float>* masks;
   ProductSteps s_steps, dp_steps;
   float* repaired;
+  Modifiers modifiers;
+  double* diagonals;  // as BackwardScratch has them
 
   AmxBackwardScratch(Arena& arena, const AttentionBackward& p_, const BackwardPlan& plan)
       : d(runs(p_.D)), dv_runs(runs(p_.Dv)) {
@@ -75,6 +85,9 @@ struct AmxBackwardScratch {
       steps->a = arena.take<int64_t>(most), steps->b = arena.take<int64_t>(most);
     }
     repaired = arena.take<float>(N > 1 ? kRun * kMaxRows : 0);
+    modifiers.bias = p_.bias.data ? arena.take<float>(kRun * kMaxRows) : nullptr;
+    modifiers.factor = p_.dropout.rng_state ? arena.take<float>(kRun * kMaxRows) : nullptr;
+    diagonals = arena.take<double>(p_.dbias.data && p_.bias_relative ? p_.Sq + plan.chunk_keys : 0);
   }
 };
 

@@ -15,7 +15,9 @@ MHA_INLINE int query_of_column(int half, int column) { return column / 4 * 8 + h
 // What the queries of a run bring along.
 struct RowStatistics {
   VecF minus_lse2[2];
-  RowStatistics(const QueryBlock<float>& block, int first) {
+  const float *lse, *lse_rest, *delta;
+  RowStatistics(const QueryBlock<float>& block, int first)
+      : lse(block.lse + first), lse_rest(block.lse_rest + first), delta(block.delta + first) {
     const VecF minus_log2e = set1(float(-kLog2e));
     for (int i = 0; i < 2; ++i) {
       const int r = first + 16 * i;
@@ -109,11 +111,83 @@ MHA_INLINE void round_rows(const VecF (*x)[2], Line (*row)[N]) {
   }
 }
 
-// P = exp(scale * S - lse), dS = P * (dP - delta), where dp holds the difference, for a quarter of the keys, two at a
-// time; before each two, beside(i) does something else.
-template <bool kMasked, int N, class F>
-MHA_INLINE void weights(const SumTile* s, const SumTile* dp, const RowStatistics& rows, VecF scale2,
-                        const RunMask& mask, const WeightTiles<N>& to, int quarter, F beside) {
+// P = exp(scale * S - lse), dS = P * (dP - delta), where dp holds the difference.
+template <int N, bool kMasked>
+struct PlainPairs {
+  const RunMask& mask;
+  const VecF scale2, minus_lse2[2];
+
+  PlainPairs(const AttentionBackward& p, const RowStatistics& rows, const RunMask& visible)
+      : mask(visible), scale2(set1(float(p.scale * kLog2e))), minus_lse2{rows.minus_lse2[0], rows.minus_lse2[1]} {}
+  // Of key j and half q of the queries.
+  MHA_INLINE void operator()(int j, int q, VecF s, VecF dp, VecF* weight, VecF* gradient) const {
+    VecF w = exp2_for_planes<N>(fma(s, scale2, minus_lse2[q]));
+    if constexpr (kMasked) {
+      const VecMask<float> seen = mask.visible(j, 16 * q);
+      w.v = _mm512_maskz_mov_ps(seen.m, w.v);
+      gradient->v = _mm512_maskz_mul_ps(seen.m, w.v, dp.v);
+    } else {
+      *gradient = w * dp;
+    }
+    *weight = w;
+  }
+};
+
+// What a run of keys and one of queries have besides, [kRun][kMaxRows]; null: nothing.
+struct Modifiers {
+  float *bias, *factor;  // the bias, and afterwards its gradient; what dropout multiplies with
+};
+
+// The same with dropout, where dp holds dP, and, but for kRaw, where a soft cap or a bias lies between S and the
+// softmax. P has more digits then, as its errors may be summed up in the gradient of a bias. (Everything is held by
+// value: what lies in memory would be read again after each store.)
+template <int N, bool kRaw>
+struct ModifiedPairs {
+  const TileMask<float>* const mask;
+  const int first_key, first_row;
+  float* const bias;
+  const float *const factor, *const lse, *const lse_rest, *const delta;
+  const bool gradient_of_bias;
+  const VecF scale2, minus_lse2[2];
+  const CappedScores<float> capped;
+
+  ModifiedPairs(const AttentionBackward& p, const RowStatistics& rows, const RunMask& visible, const Modifiers& m)
+      : mask(visible.mask),
+        first_key(visible.first_key),
+        first_row(visible.first_row),
+        bias(m.bias),
+        factor(m.factor),
+        lse(rows.lse),
+        lse_rest(rows.lse_rest),
+        delta(rows.delta),
+        gradient_of_bias(p.dbias.data != nullptr),
+        scale2(set1(float(p.scale * kLog2e))),
+        minus_lse2{rows.minus_lse2[0], rows.minus_lse2[1]},
+        capped(ScoreRule<float>(p)) {}
+  MHA_INLINE void operator()(int j, int q, VecF s, VecF dp, VecF* weight, VecF* gradient) const {
+    const int at = j * kMaxRows + 16 * q;
+    VecF w, slope = set1(1.0f);
+    if constexpr (kRaw) {
+      w = exp2_for_planes<N>(fma(s, scale2, minus_lse2[q]));
+    } else {
+      VecF x = capped(s, &slope);
+      if (bias) x = x + load(bias + at);
+      w = exp2_for_planes<2>(exponent_of(x, load(lse + 16 * q), load(lse_rest + 16 * q)));
+    }
+    ScoreGradients<float> g(w, dp, factor ? load(delta + 16 * q) : set1(0.0f), slope, factor ? factor + at : nullptr);
+    if (mask) g.hide(mask->visible(first_key + j, first_row + 16 * q));
+    if constexpr (!kRaw) {
+      if (gradient_of_bias) store(bias + at, g.ds);
+    }
+    *weight = g.weight, *gradient = g.dqk;
+  }
+};
+
+// P and dS by pairs(key, half of the queries, S, dP, &P, &dS), for a quarter of the keys, two at a time; before each
+// two, beside(i) does something else.
+template <int N, class Pairs, class F>
+MHA_INLINE void weights(const SumTile* s, const SumTile* dp, const Pairs& pairs, const WeightTiles<N>& to, int quarter,
+                        F beside) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const int j = quarter * 8 + 2 * i;
@@ -122,17 +196,8 @@ MHA_INLINE void weights(const SumTile* s, const SumTile* dp, const RowStatistics
     VecF weight[2][2], gradient[2][2];
     for (int key = 0; key < 2; ++key) {
       for (int q = 0; q < 2; ++q) {
-        const VecF x = fma(load(s[2 * half + q].x[at + key]), scale2, rows.minus_lse2[q]);
-        VecF w = exp2_for_planes<N>(x);
-        const VecF centred = load(dp[2 * half + q].x[at + key]);
-        if constexpr (kMasked) {
-          const VecMask<float> seen = mask.visible(j + key, 16 * q);
-          w.v = _mm512_maskz_mov_ps(seen.m, w.v);
-          gradient[key][q].v = _mm512_maskz_mul_ps(seen.m, w.v, centred.v);
-        } else {
-          gradient[key][q] = w * centred;
-        }
-        weight[key][q] = w;
+        pairs(j + key, q, load(s[2 * half + q].x[at + key]), load(dp[2 * half + q].x[at + key]), &weight[key][q],
+              &gradient[key][q]);
       }
     }
     Line p[2][N], ds[2][N];

@@ -1,5 +1,5 @@
-// Attention forward on tiles, with nothing but a scale between products and scores: rows of a
-// tile are queries, so that outputs and weights lie as they are wanted, and keys and values are packed once per head.
+// Attention forward on tiles: rows of a tile are queries, so that outputs and weights lie as they are wanted, and keys
+// and values are packed once per head.
 //
 // A cell is a strip of 32 queries and 32 keys: while its scores become weights, those of the next cell are made. A unit
 // is all strips of a block and 512 keys, whose weights, in second-level cache, then multiply the values, so that the
@@ -20,7 +20,7 @@ template <int N>
 class AmxForwardBlock : AmxRows<N> {
   using Rows = AmxRows<N>;
   using Rows::kHalf, Rows::kRowsTogether, Rows::any_far_, Rows::rescaled_, Rows::rows_of;
-  using Rows::p_, Rows::rule_, Rows::s_, Rows::kv_, Rows::dv_runs_, Rows::sixteenths_;
+  using Rows::p_, Rows::s_, Rows::kv_, Rows::dv_runs_, Rows::sixteenths_;
   using typename Rows::Cell;
   using typename Rows::Unit;
 
@@ -36,6 +36,7 @@ class AmxForwardBlock : AmxRows<N> {
     kv_ = StoredHead(p_, at.b, at.first_head / (p_.H / p_.Hk));
     set_rows(s_.block, p_.mask, at.b, at.first_head, at.first, at.rows, p_.Sq, p_.Sk);
     Rows::begin_rows();
+    if (p_.dropout.rng_state) kept_keys_ = KeptKeys(p_.dropout, at.b, at.first_head, s_.block->query[0]);
     if (s_.block->any_begin < s_.block->any_end) {
       load_rows();
       look_ahead(at, next, next_head);
@@ -276,7 +277,7 @@ class AmxForwardBlock : AmxRows<N> {
       rescaled_ = false;
       for (int i = 0; i < count; ++i)
         softmax(now, cells[side][i], i + 1 < count ? &cells[side][i + 1] : has_next ? &cells[side ^ 1][0] : nullptr);
-      if (rescaled_) rescale();
+      if (rescaled_) Rows::lower_weights(now), rescale();
       if (now.masks) clear_hidden(now);
       multiply_values(now);
       if (left_out_) add_left_out(now);
@@ -300,25 +301,43 @@ class AmxForwardBlock : AmxRows<N> {
 
   // Scores of a cell to weights; meanwhile, those of the next one are made.
   void softmax(const Unit& u, const Cell& cell, const Cell* next) {
-    const int first = cell.strip * kStripRows;
     if (N > 1 && !finite_) Rows::repair(cell);
-    if (any_far_[cell.strip]) {
-      for (int row = 0; row < rows_of(cell.strip); ++row) Rows::subtract(cell, row, s_.far[first + row]);
-    }
     const bool all = cell.masks
                          ? cell.kind() == TileKind::all
                          : all_[cell.strip].begin <= cell.first_key && cell.first_key + kRun <= all_[cell.strip].end;
-    if (!all || !bounded_) Rows::hide(cell);
-    if (Rows::unset_[cell.strip]) Rows::first_bases(cell);
-    const Weigher weigher(rule_.exponent, sixteenths_);
+    // Where bases may depend on scores that no exponent could be, these are kept as they are.
+    const bool bases = Rows::unset_[cell.strip] != 0, plain = Rows::rule_.raw;
+    if (!plain)
+      Rows::modify(cell, all, bases || any_far_[cell.strip] ? Rows::hidden_ : Rows::floor_);
+    else if (!all || !bounded_)
+      Rows::hide(cell);
+    if (bases) Rows::first_bases(cell);
+    const bool settled = any_far_[cell.strip] || (bases && !plain);
+    for (int row = 0; settled && row < kStripRows; ++row)
+      Rows::settle(cell, row, s_.far[cell.strip * kStripRows + row]);
+    const float* x = Rows::scores(settled ? Rows::kSettled : cell.buffer, 0);
+    const bool large = p_.dropout.rng_state ? weigh_cell<true>(cell, next, x) : weigh_cell<false>(cell, next, x);
+    if (__builtin_expect(large, 0)) Rows::raise_bases(u, cell);
+  }
+
+  // Returns whether some sum is at least 2, or NaN, as of a far row that has no base yet.
+  template <bool kDropped>
+  bool weigh_cell(const Cell& cell, const Cell* next, const float* score) {
+    const int first = cell.strip * kStripRows;
+    const Weigher weigher(Rows::exponent_, sixteenths_);
+    const Ahead bias = next ? Rows::bias_ahead_of(*next) : Ahead();
     __m512i large = _mm512_setzero_si512();
     auto weigh_rows = [&](int row) MHA_INLINE_LAMBDA {
-      const float* x = Rows::scores(cell, row);
+      if constexpr (kDropped) {
+        for (int i = 0; i < kRowsTogether; i += 2) kept_keys_.take(s_.kept + row + i, cell.first_key, first + row + i);
+      }
+      const float* x = score + row / 16 * 2 * kHalf + row % 16 * 16;
       bf16* to = Rows::weights(cell.strip, row, cell.step, 0);
       float *sum = s_.sum + (first + row) * 16, *base = s_.base + first + row;
       repeat<kRowsTogether>([&](int i) MHA_INLINE_LAMBDA {
         const __m512 after =
-            Rows::weigh(weigher, x + i * 16, to + i * 32, _mm512_set1_ps(base[i]), _mm512_load_ps(sum + i * 16));
+            Rows::template weigh<kDropped>(weigher, x + i * 16, to + i * 32, _mm512_set1_ps(base[i]),
+                                           _mm512_load_ps(sum + i * 16), kDropped ? s_.kept[row + i] : nullptr);
         _mm512_store_ps(sum + i * 16, after);
         large = _mm512_or_si512(large, _mm512_castps_si512(after));
       });
@@ -336,10 +355,9 @@ class AmxForwardBlock : AmxRows<N> {
       if (chunk == 7) sums_.template store_one<3>();
       weigh_rows(chunk * kRowsTogether);
       fetch_ahead();
+      for (int row = chunk * bias.rows / kChunks; row < (chunk + 1) * bias.rows / kChunks; ++row) bias.fetch(row);
     });
-    // At least 2, or NaN, as of a far row that has no base yet.
-    if (__builtin_expect(_mm512_test_epi32_mask(large, _mm512_set1_epi32(0x40000000)) != 0, 0))
-      Rows::raise_bases(u, cell);
+    return _mm512_test_epi32_mask(large, _mm512_set1_epi32(0x40000000)) != 0;
   }
 
   void rescale() {
@@ -384,6 +402,7 @@ class AmxForwardBlock : AmxRows<N> {
   }
 
   const AmxHead<N> head_;
+  KeptKeys kept_keys_;
   AmxTiles tiles_;
   TileSums sums_;
   bool finite_ = false, bounded_ = false;  // all queries and keys; their products

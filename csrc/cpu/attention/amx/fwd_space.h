@@ -52,13 +52,15 @@ struct CellMasks {
 template <int N>
 struct AmxForwardScratch {
   RowBlock* block;
-  HalfTile* q;          // [kStrips][run of features][plane][2]: rows
-  SumTile* score;       // [2][2 x 2]
-  HalfTile* weight;     // [kStrips][plane][two of rows][kUnitRuns]: rows, of pairs from the halves of a run
-  SumTile* out;         // [kStrips][run of features][2 x 2]
-  float *sum, *base;    // [kMaxRows][16], [kMaxRows]
-  float *factor, *far;  // [kMaxRows]
-  CellMasks* masks;     // [2], of this unit and the next; null without a mask that is not one of intervals
+  HalfTile* q;           // [kStrips][run of features][plane][2]: rows
+  SumTile* score;        // [2][2 x 2], and of settled ones 2 x 2
+  HalfTile* weight;      // [kStrips][plane][two of rows][kUnitRuns]: rows, of pairs from the halves of a run
+  SumTile* out;          // [kStrips][run of features][2 x 2]
+  float *sum, *base;     // [kMaxRows][16], [kMaxRows]
+  float *factor, *far;   // [kMaxRows]
+  float* step_factor;    // [kMaxRows][kUnitRuns], of rows whose base was raised in a unit
+  __mmask16 (*kept)[2];  // [kStripRows], of a cell: what dropout keeps of 32 keys; null without
+  CellMasks* masks;      // [2], of this unit and the next; null without a mask that is not one of intervals
   ProductSteps score_steps;
   uint16_t* page_rows;  // [kRun][D or Dv], rows from several pages; null without pages
   std::size_t bytes;
@@ -68,13 +70,15 @@ struct AmxForwardScratch {
     const int64_t d = runs(p.D), dv = runs(p.Dv);
     block = arena.take<RowBlock>(1);
     q = arena.take<HalfTile>(kStrips * N * 2 * d);
-    score = arena.take<SumTile>(2 * 4);
+    score = arena.take<SumTile>(3 * 4);
     weight = arena.take<HalfTile>(kStrips * N * 2 * kUnitRuns);
     out = arena.take<SumTile>(kStrips * dv * 4);
     sum = arena.take<float>(kMaxRows * 16);
     base = arena.take<float>(kMaxRows);
     factor = arena.take<float>(kMaxRows);
     far = arena.take<float>(kMaxRows);
+    step_factor = arena.take<float>(kMaxRows * kUnitRuns);
+    kept = p.dropout.rng_state ? arena.take<__mmask16[2]>(kStripRows) : nullptr;
     masks = p.mask.elementwise() ? arena.take<CellMasks>(2) : nullptr;
     score_steps.a = arena.take<int64_t>(N * N * d), score_steps.b = arena.take<int64_t>(N * N * d);
     page_rows = p.store.table ? arena.take<uint16_t>(kRun * std::max(p.D, p.Dv)) : nullptr;
@@ -82,10 +86,11 @@ struct AmxForwardScratch {
   }
 };
 
-// Whether AmxForwardBlock knows all that the problem asks for. (A scale must leave room for a score that is hidden.)
+// Whether AmxForwardBlock knows all that the problem asks for. (A scale of plain products must leave room for a score
+// that is hidden.)
 inline bool on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
-  return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && ScoreRule<float>(p).raw && p.scale >= 1e-30 &&
-         !p.dropout.rng_state && !p.weights.data && !p.store.quantised;
+  const bool scores = !ScoreRule<float>(p).raw || p.scale >= 1e-30;
+  return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && scores && !p.weights.data && !p.store.quantised;
 }
 
 MHA_ISA_END

@@ -203,6 +203,9 @@ class BackwardPlace {
   // Calls f() once for each task of a unit.
   template <class F>
   void for_each_task_of(const BackwardUnit& unit, F f) {
+    dbias_ = p_.dbias;
+    if (unit.bias_part > 0)
+      dbias_.data = shared_.dbias + (unit.bias_part - 1) * plan_.bias_elements + plan_.bias_origin;
     for (int64_t n = unit.first_shared; n < unit.last_shared; ++n) {
       at_ = plan_.task(unit.owned, n);
       b_ = at_.b, hk_ = at_.hk;
@@ -267,6 +270,23 @@ class BackwardPlace {
     if (turn) pass_on(*turn, number + 1);
   }
 
+  // A head's gradient of a relative bias, in `sums`, which has room for the diagonals of its queries and the task's
+  // keys: begin, add tile [key][row], and store.
+  int64_t diagonals() const {
+    const bool some = p_.dbias.data && p_.bias_relative && p_.Sq > 0 && first_key_ < last_key_;
+    return some ? p_.Sq + last_key_ - first_key_ - 1 : 0;
+  }
+  void begin_diagonals(double* sums) const { std::fill_n(sums, diagonals(), 0.0); }
+  void store_diagonals_of(double* sums, int64_t h) const {
+    if (diagonals() == 0) return;
+    store_diagonals<T>(dbias_, sums, b_, h, 0, p_.Sq, first_key_, last_key_ - first_key_);
+  }
+  // A tile's gradient of the bias.
+  void add_bias_gradient(T* tile, const RowBlock& rows, int64_t first_key, int keys, double* sums) const {
+    if (!p_.bias_relative) return add_tile(dbias_, tile, rows, first_key, keys);
+    add_diagonals(sums + rows.query[0] + (last_key_ - 1 - first_key), tile, rows.rows, keys);
+  }
+
   const AttentionBackward& p_;
   const BackwardPlan& plan_;
   const BackwardShared<Head>& shared_;
@@ -274,6 +294,7 @@ class BackwardPlace {
   Head head_;
   KeySums<T> sums_;  // of the group's heads; where a task has one head that is alone in its group, nothing
   int64_t b_ = 0, hk_ = 0, first_key_ = 0, last_key_ = 0;
+  Tensor4 dbias_;
 
  private:
   Head own_head(Arena& own) const {

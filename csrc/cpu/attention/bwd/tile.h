@@ -236,6 +236,32 @@ inline void add_tile(const Tensor4& x, T* tile, const RowBlock& block, int64_t f
   }
 }
 
+// What comes of a weight, P before dropout: P after it, and the gradients of a score after and before its soft cap.
+template <class T>
+struct ScoreGradients {
+  Vec<T> weight, ds, dqk;
+
+  // factor: what dropout multiplies with, or null.
+  MHA_INLINE ScoreGradients(Vec<T> p, Vec<T> dp, Vec<T> delta, Vec<T> slope, const T* factor) : weight(p) {
+    if (factor) {
+      const Vec<T> f = load(factor);
+      dp = dp * f, weight = p * f;
+    }
+    ds = p * (dp - delta), dqk = ds * slope;
+  }
+  MHA_INLINE void hide(VecMask<T> seen) {
+    const Vec<T> zero = set1(T(0));
+    weight = select(seen, weight, zero), ds = select(seen, ds, zero), dqk = select(seen, dqk, zero);
+  }
+};
+
+// P of a score that is more than a product. The difference comes first: log2(e) times the smallest floats, a common
+// bias, would be -inf.
+template <class T>
+MHA_INLINE Vec<T> exponent_of(Vec<T> score, Vec<T> lse, Vec<T> lse_rest) {
+  return ((score - lse) - lse_rest) * set1(T(kLog2e));
+}
+
 // Every feature; mask is null when all is visible. Where a gradient of the bias is asked for, the tile bias holds it.
 template <class Unit, int Degree, class T>
 inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const AttentionBackward& p,
@@ -255,40 +281,25 @@ inline TileOperands<Unit> general_tile(const TileScratch<Unit>& t, const Attenti
   }
   if (p.bias.data) load_tile(t.bias, p.bias, p.bias_dtype, rows, first_key, keys);
   if (p.dropout.rng_state) load_dropout(t.factor, p, rows, first_key, keys);
-  const Vec<T> scale = set1(T(p.scale)), cap = set1(T(p.softcap)), per_cap = set1(T(p.softcap ? 1 / p.softcap : 0));
-  const Vec<T> zero = set1(T(0)), one = set1(T(1)), log2e = set1(T(kLog2e));
-  const bool raw = ScoreRule<T>(p).raw;
+  const ScoreRule<T> rule(p);
+  const CappedScores<T> capped(rule);
   for (int j = 0; j < keys; ++j) {
     for (int r = 0; r < lanes; r += L) {
       const int at = j * kMaxRows + r;
-      Vec<T> x = load(t.s + at) * scale, dp = load(t.dp + at), slope = one;
-      if (p.softcap != 0) {
-        const Vec<T> y = tanh(x * per_cap);
-        x = cap * y;
-        slope = one - y * y;
-      }
-      if (p.bias.data) x = x + load(t.bias + at);
-      Vec<T> weight;
-      if (raw)
+      Vec<T> weight, slope = set1(T(1));
+      if (rule.raw) {
         weight = RowExponent<Degree, T>(block, r, p.scale).weight(load(t.s + at));
-      else  // the difference comes first: log2(e) times the smallest floats, a common bias, would be -inf
-        weight = exp2<Degree>(((x - load(block.lse + r)) - load(block.lse_rest + r)) * log2e);
-      Vec<T> dropped = weight;
-      if (p.dropout.rng_state) {
-        const Vec<T> factor = load(t.factor + at);
-        dp = dp * factor;
-        dropped = weight * factor;
+      } else {
+        Vec<T> x = capped(load(t.s + at), &slope);
+        if (p.bias.data) x = x + load(t.bias + at);
+        weight = exp2<Degree>(exponent_of(x, load(block.lse + r), load(block.lse_rest + r)));
       }
-      Vec<T> ds = weight * (dp - load(block.delta + r)), dqk = ds * slope;
-      if (mask) {
-        const VecMask<T> seen = mask->visible(j, r);
-        dropped = select(seen, dropped, zero);
-        ds = select(seen, ds, zero);
-        dqk = select(seen, dqk, zero);
-      }
-      if (p.dbias.data) store(t.bias + at, ds);
-      store(t.s + at, dropped);
-      store(t.dp + at, dqk);
+      ScoreGradients<T> g(weight, load(t.dp + at), load(block.delta + r), slope,
+                          p.dropout.rng_state ? t.factor + at : nullptr);
+      if (mask) g.hide(mask->visible(j, r));
+      if (p.dbias.data) store(t.bias + at, g.ds);
+      store(t.s + at, g.weight);
+      store(t.dp + at, g.dqk);
     }
   }
   return tile_operands(t, keys, lanes);
