@@ -50,7 +50,7 @@ _FEW_OF_ONE_QUERY = 32768  # in float32
 
 _library: Any = None
 _own: dict[tuple[str, str], Any] = {}  # torch's kernels, by op and dispatch key
-_told: set[str] = set()
+_told: dict[str, object] = {}
 
 
 def register() -> None:
@@ -119,8 +119,8 @@ def _is_small(pairs: int, queries: int, like: Tensor) -> bool:
 
 
 def _tell(what: str, why: str) -> None:
-    if why not in _told:
-        _told.add(why)
+    mine = object()
+    if _told.setdefault(why, mine) is mine:  # in one step: other threads may be here too
         print(f"mha_ext: {what} runs on torch's own kernel: {why}", file=sys.stderr, flush=True)
 
 

@@ -228,6 +228,16 @@ def ticks_during(call):
         other.join()
 
 
+HAS_LOCK = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+@pytest.mark.skipif(HAS_LOCK, reason="this Python has a lock, or was told to use it")
+def test_a_python_without_the_lock_does_without():
+    """Each compiled module declares that it needs none; one that does not would switch it on when it is imported."""
+    run_python("import sys, mha_ext; assert not sys._is_gil_enabled()")
+
+
+@pytest.mark.skipif(not HAS_LOCK, reason="this Python has no lock")
 def test_the_global_interpreter_lock_is_released():
     """While one thread is inside a long call, another Python thread goes on. One that keeps the lock shows that this can fail."""
     torch.set_num_threads(1)
