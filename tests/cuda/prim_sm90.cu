@@ -112,6 +112,13 @@ __global__ void __launch_bounds__(32) add_in_turns(const float* values, float* s
   if (threadIdx.x == 0) increment_release(done);
 }
 
+// What the block of another rank has at an address that address_in gave.
+__device__ int load_from_cluster(uint32_t there) {
+  int x;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(there) : "memory");
+  return x;
+}
+
 // Two blocks load half of a tile each, for both; then each one writes out the whole and what the other one says.
 __global__ void __cluster_dims__(2) __launch_bounds__(128)
     share(const __grid_constant__ CUtensorMap half_of_a, uint32_t* out, int* said) {

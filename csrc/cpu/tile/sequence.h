@@ -52,7 +52,7 @@ Problem sequence(const Problem& p, int64_t b) {
   return s;
 }
 
-// Calls f(problem) for each sequence that has queries or keys, or once for a problem that isn't packed.
+// Calls f(problem) for each sequence, or once for a problem that isn't packed.
 template <class Problem, class F>
 void for_each_sequence(const Problem& p, F f) {
   if (!p.q_starts) return f(p);

@@ -21,12 +21,6 @@ __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
   return there;
 }
 
-__device__ inline int load_from_cluster(uint32_t there) {
-  int x;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(there) : "memory");
-  return x;
-}
-
 __device__ inline void mbarrier_arrive_there(uint32_t there) {
   // With .release.cluster it would wait for all of the thread's accesses to the GPU's memory (MEMBAR.ALL.GPU), and all
   // that it orders here are reads of shared memory, which are over.
