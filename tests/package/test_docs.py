@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import torch
+
+import mha_ext
+import mha_ext.distributed
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -45,6 +50,28 @@ def test_pages_are_programs():
 def test_the_cpp_page_shows_the_program_that_ci_runs():
     assert '--8<-- "examples/cpp/attention.cpp"' in (ROOT / "docs" / "howto" / "cpp.md").read_text()
     assert "build/example/attention" in (ROOT / ".ci" / "run").read_text()
+
+
+def documented() -> list:
+    """What api.md has mkdocstrings show: objects, and of modules the members that are theirs."""
+    shown = []
+    for path, options in re.findall(r"^::: ([\w.]+)\n((?:    .*\n)*)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
+        found = pkgutil.resolve_name(path)
+        if not inspect.ismodule(found):
+            shown.append(found)
+            continue
+        own = {name: x for name, x in vars(found).items() if getattr(x, "__module__", "") == path or name in getattr(found, "__all__", ())}
+        members = re.search(r"members: \[(.*)\]", options)
+        shown += [own[name] for name in (members[1].split(", ") if members else own)]
+    return shown
+
+
+def test_every_public_function_and_class_is_in_the_reference():
+    shown = documented()
+    for module in (mha_ext, mha_ext.nn, mha_ext.distributed):
+        for name in module.__all__:
+            x = getattr(module, name)
+            assert inspect.ismodule(x) or any(x is other for other in shown), f"{module.__name__}.{name}"
 
 
 @pytest.fixture
