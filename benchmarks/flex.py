@@ -1,6 +1,6 @@
 """FlexAttention's examples, compiled, beside the same attention of mha_ext: forward, in one process, in turns.
 
-    python benchmarks/flex.py            # a table for docs/howto/research.md
+    python benchmarks/flex.py            # a table for docs/performance.md
     python benchmarks/flex.py --tiny     # that both give the same
 
 Times are medians of the rounds. FlexAttention has no backward on CPUs.
