@@ -51,6 +51,32 @@ void test(const Case& c) {
   }
 }
 
+// Forward, whose tasks pack keys and values for others on AMX: more heads than there are places for packed ones.
+void test_forward(const Case& c) {
+  Inputs in;
+  make_inputs(c, in);
+  mha::AttentionForward f;
+  static_cast<mha::AttentionProblem&>(f) = in.p;
+  std::vector<double> lse(in.lse.size()), lse_rest(in.lse.size());
+  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  for (const Kernels* kernels : every_isa()) {
+    auto bytes = [&](const mha::cpu::Threads& threads) {
+      in.out.fill([] { return std::nan(""); });
+      Workspace workspace(kernels->attention_fwd_workspace(f, threads.count));
+      kernels->attention_fwd(f, threads, workspace.data.get());
+      return in.out.bytes();
+    };
+    const std::string name = std::string(kernels->isa) + " forward " + c.text();
+    const std::vector<unsigned char> one = bytes(threads(1));
+    bool written = true;
+    for (double x : in.out.read().values) written &= !std::isnan(x);
+    check(written, name + " leaves something out");
+    for (int count : {2, 3, 8, 64})
+      check(bytes(threads(count)) == one, name + " has other bits on " + std::to_string(count) + " threads");
+    check(bytes({64, run_on_two}) == one && bytes({64, run_on_one}) == one, name + " has other bits on few for 64");
+  }
+}
+
 // What the caller has written of a workspace when the first thread begins: 0xFF is nothing, as Workspace fills it.
 struct Touched {
   const unsigned char* data;
@@ -195,6 +221,13 @@ std::vector<Case> cases() {
 int main() {
   for (const Case& c : cases()) test(c);
   for (const Case& c : mixed_cases()) test_mixed(c);
+  for (DType dtype : kTypes) {
+    Case c;
+    c.dtype = dtype, c.B = 2, c.H = 14, c.Hk = 7, c.Sq = 200, c.Sk = 330, c.D = 40, c.Dv = 24, c.band_hi = 130;
+    test_forward(c);
+    c.Hk = 14, c.intervals = true, c.seed = 3;
+    test_forward(c);
+  }
   for (DType dtype : {DType::f32, DType::bf16}) {
     test_first_touch(dtype, 96, 80, 90);  // whole heads, or passes, and more threads than could be touched
     test_first_touch(dtype, 200, 80, 2);
