@@ -52,10 +52,11 @@ struct KernelChoice {
 // The kernel for everything that no instance takes.
 void attention_fwd_simple(const AttentionForwardLaunch& p, cudaStream_t stream);
 
-// Decoding from a cache with pages or of 8 bits. Whether it takes a problem; its output lies in partial_out, of head
-// size kCachedHead, for p.splits splits.
+// Attention over a cache with pages or of 8 bits. Whether it takes a problem, and in how many splits of the keys; its
+// output lies in partial_out, of head size kCachedHead, for p.splits of them.
 constexpr int kCachedHead = 128;
 bool takes_cached(const AttentionForwardLaunch& p);
+int cached_splits(const AttentionForward& p);
 void attention_cached(const AttentionForwardLaunch& p, cudaStream_t stream);
 
 KernelChoice attention_fwd_kernel(const AttentionForward& p);

@@ -80,13 +80,6 @@ int key_splits(const AttentionForward& p, int block_rows, int group_bits) {
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 
-// The same for attention_cached, of which two blocks and more run on a multiprocessor at once.
-int cached_splits(const AttentionForward& p) {
-  const int64_t blocks = p.B * p.Hk * ((p.H / p.Hk + 7) / 8),
-                wanted = 2 * multiprocessors() / std::max<int64_t>(blocks, 1);
-  return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
-}
-
 // An instance for 8.0 or, on GPUs whose multiprocessors have no room for two of its blocks, the same with smaller
 // tiles.
 const Instance<AttentionForwardLaunch>* smaller(const Instance<AttentionForwardLaunch>* instance) {
