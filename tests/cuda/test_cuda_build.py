@@ -85,11 +85,28 @@ def test_no_loop_waits_for_the_memory_of_the_whole_gpu():
         assert len(fences) <= ("attention_bwd_sm90" in name), name
 
 
+def test_warpgroups_take_no_more_registers_than_the_block_has():
+    """setmaxnreg waits until others have given enough back: for ever, if nobody does. One warpgroup gives, two take."""
+    used, found = sass.resources(module("_C_cuda_sm90")), 0
+    for name, code in kernels_sm90().items():
+        moves = [re.search(r"USETMAXREG\.(\w+)\..* (0x\w+)", code[n].text) for n in places(code, "USETMAXREG")]
+        after = {move[1]: int(move[2], 16) for move in moves}
+        if "_round_" in name:
+            assert not moves, name
+            continue
+        assert len(moves) == len(after) == 2, name
+        assert after["DEALLOC"] + 2 * after["TRY_ALLOC"] <= 3 * used[name]["REG"], name
+        found += 1
+    assert found >= 20
+
+
 def test_what_is_built_for_8_0_keeps_nothing_in_local_memory():
     found = sass.resources(module("_C_cuda"))
     assert sum("sm80" in name for name in found) > 60
     spilled = [name for name, used in found.items() if "sm80" in name and (used["LOCAL"] or used["STACK"])]
-    if any("sm_80" not in line for line in sass.cuobjdump("--list-elf", module("_C_cuda")).split("\n") if ".cubin" in line):
+    if any(
+        "sm_80" not in line for line in sass.cuobjdump("--list-elf", module("_C_cuda")).split("\n") if ".cubin" in line
+    ):
         pytest.skip("other architectures may spill a few bytes")
     assert not spilled
 
