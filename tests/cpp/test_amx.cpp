@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <thread>
 
 #include "../../csrc/cpu/isa/prelude.h"
@@ -274,29 +275,63 @@ bool product_of_ones() {
   return true;
 }
 
-// Forward and backward of the kernels on one thread.
-void run_kernels(DType dtype, naive::FloatFormat format) {
-  constexpr int64_t kSize = 2 * 70 * 40;
-  const Kernels& kernels = mha::cpu::kernels_for("amx");
-  std::vector<uint16_t> in(kSize, naive::encode(0.5, format)), out(4 * kSize);
-  std::vector<float> lse(2 * 70);
+// A problem of equal numbers: forward and backward of the kernels on one thread.
+struct EqualNumbers {
+  static constexpr int64_t kRows = 70, kSize = 2 * kRows * 40;
+  std::vector<uint16_t> in, out = std::vector<uint16_t>(4 * kSize), bias;
+  std::vector<float> lse = std::vector<float>(2 * kRows), dbias = std::vector<float>(2 * kRows * kRows);
   mha::AttentionProblem p;
-  p.B = 1, p.H = p.Hk = 2, p.Sq = p.Sk = 70, p.D = p.Dv = 40, p.dtype = dtype, p.scale = 0.1;
-  p.rows_stride_b = 140, p.rows_stride_h = 70;
-  auto tensor = [](uint16_t* data) { return mha::Tensor4{data, {kSize, 70 * 40, 40, 1}}; };
-  p.q = p.k = p.v = tensor(in.data());
-  mha::AttentionForward forward;
-  static_cast<mha::AttentionProblem&>(forward) = p;
-  forward.out = tensor(out.data()), forward.lse = lse.data();
-  Workspace space(kernels.attention_fwd_workspace(forward, 1));
-  kernels.attention_fwd(forward, threads(1), space.data.get());
-  mha::AttentionBackward backward;
-  static_cast<mha::AttentionProblem&>(backward) = p;
-  backward.out = forward.out, backward.dout = tensor(in.data()), backward.lse = lse.data();
-  backward.dq = tensor(&out[kSize]), backward.dk = tensor(&out[2 * kSize]), backward.dv = tensor(&out[3 * kSize]);
-  Workspace more(kernels.attention_bwd_workspace(backward, 1));
-  kernels.attention_bwd(backward, threads(1), more.data.get());
-  check(out[0] == in[0], "the mean of equal values");
+
+  EqualNumbers(DType dtype, naive::FloatFormat format)
+      : in(kSize, naive::encode(0.5, format)), bias(2 * kRows * kRows, naive::encode(0.25, format)) {
+    p.B = 1, p.H = p.Hk = 2, p.Sq = p.Sk = kRows, p.D = p.Dv = 40, p.dtype = dtype, p.scale = 0.1;
+    p.rows_stride_b = 2 * kRows, p.rows_stride_h = kRows;
+    p.q = p.k = p.v = tensor(in.data());
+  }
+  static mha::Tensor4 tensor(uint16_t* data) { return {data, {kSize, kRows * 40, 40, 1}}; }
+  static mha::Tensor4 square(void* data) { return {data, {2 * kRows * kRows, kRows * kRows, kRows, 1}}; }
+  void add_bias() { p.bias = square(bias.data()), p.bias_dtype = p.dtype; }
+
+  void run() {
+    const Kernels& kernels = mha::cpu::kernels_for("amx");
+    mha::AttentionForward forward;
+    static_cast<mha::AttentionProblem&>(forward) = p;
+    forward.out = tensor(out.data()), forward.lse = lse.data();
+    Workspace space(kernels.attention_fwd_workspace(forward, 1));
+    kernels.attention_fwd(forward, threads(1), space.data.get());
+    mha::AttentionBackward backward;
+    static_cast<mha::AttentionProblem&>(backward) = p;
+    backward.out = forward.out, backward.dout = tensor(in.data()), backward.lse = lse.data();
+    backward.dq = tensor(&out[kSize]), backward.dk = tensor(&out[2 * kSize]), backward.dv = tensor(&out[3 * kSize]);
+    if (p.bias.data) backward.dbias = square(dbias.data());
+    Workspace more(kernels.attention_bwd_workspace(backward, 1));
+    kernels.attention_bwd(backward, threads(1), more.data.get());
+  }
+};
+
+void run_kernels(DType dtype, naive::FloatFormat format) {
+  EqualNumbers numbers(dtype, format);
+  numbers.run();
+  check(numbers.out[0] == numbers.in[0], "the mean of equal values");
+}
+
+// A bias, a soft cap and dropout take no tiles of their own.
+void tiles_of_modifiers(DType dtype, naive::FloatFormat format) {
+  if (!amx_emulator::emulated()) return;  // nobody counts
+  const int64_t rng[2] = {1, 2};
+  auto count = [&](auto change) {
+    EqualNumbers numbers(dtype, format);
+    change(numbers);
+    const amx_emulator::Counts before = amx_emulator::counts();
+    numbers.run();
+    const amx_emulator::Counts after = amx_emulator::counts();
+    return std::array{after.loads - before.loads, after.stores - before.stores, after.products - before.products};
+  };
+  const auto plain = count([](EqualNumbers&) {});
+  check(plain[2] > 0, "tiles are at work");
+  check(count([](EqualNumbers& n) { n.add_bias(); }) == plain, "a bias takes no tiles");
+  check(count([](EqualNumbers& n) { n.p.softcap = 3; }) == plain, "a soft cap takes no tiles");
+  check(count([&](EqualNumbers& n) { n.p.dropout = {0.5, rng}; }) == plain, "dropout takes no tiles");
 }
 
 void run_kernels() {
@@ -358,6 +393,8 @@ int main() {
   refusals();
   products();
   products_of_planes();
+  tiles_of_modifiers(DType::bf16, naive::kBf16);
+  tiles_of_modifiers(DType::f16, naive::kF16);
   configurations();
   return finish();
 }
