@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from test_dtensor import full
 
 import mha_ext
 from mha_ext import masks
@@ -157,10 +158,6 @@ def test_refusals():
 distributed = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 
-def gathered(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 def one_process(*tensors, dout, **options):
     tensors = [x.detach().requires_grad_() for x in tensors]
     torch.manual_seed(9)
@@ -180,10 +177,10 @@ def dtensors(shape, sharding, given):
     tensors = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.manual_seed(9 if dist.get_rank() == 0 else 100 + dist.get_rank())  # the first process draws
     out = mha_ext.attention(*tensors, mask=masks.Causal(), dropout_p=P, **state)
-    close([gathered(x) for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))], expected)
+    close([full(x) for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))], expected)
     weights = mha_ext.masked_softmax(q @ q.mT, dropout_p=P, rng_state=torch.tensor(STATE))
-    whole = gathered(q)
-    close(gathered(weights), mha_ext.masked_softmax(whole @ whole.mT, dropout_p=P, rng_state=torch.tensor(STATE)))
+    whole = full(q)
+    close(full(weights), mha_ext.masked_softmax(whole @ whole.mT, dropout_p=P, rng_state=torch.tensor(STATE)))
 
 
 @distributed
@@ -232,7 +229,7 @@ def heads_parallel(n, kv_heads, sinks):
         given = x.clone().requires_grad_()
         out = module(given)
         out.square().sum().backward()
-        found.append((gathered(out).detach(), gathered(given.grad), {n: gathered(p.grad) for n, p in module.named_parameters()}))
+        found.append((full(out).detach(), full(given.grad), {n: full(p.grad) for n, p in module.named_parameters()}))
     close(found[1], found[0])
 
 

@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 import torch._dynamo.testing
+from test_compile import counting
 
 import mha_ext
 from mha_ext import masks, nn
@@ -15,11 +16,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def randn(*shape, seed=0, grad=True):
     return cases.randn(cases.generator(seed), *shape).requires_grad_(grad)
-
-
-def counting(fn, **options):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    return torch.compile(fn, fullgraph=True, backend=counter, **options), counter
 
 
 def window_of_half(q, k):

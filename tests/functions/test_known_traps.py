@@ -8,22 +8,11 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from test_known_mask_traps import compare_fp32, randn
 from torch.utils.checkpoint import checkpoint
 
 import mha_ext
 from mha_ext import masks
-
-
-def randn(*shape, dtype=torch.float32, device="cpu", seed=0, grad=False):
-    return cases.randn(cases.generator(seed), *shape, dtype=dtype).to(device).requires_grad_(grad)
-
-
-def compare_fp32(name, actual, expected):
-    """Two fp32 results of the same sums in another order."""
-    scale = expected.abs().max().item()
-    assert torch.isfinite(actual).all(), name
-    assert (actual - expected).abs().max().item() <= 64 * torch.finfo(torch.float32).eps * max(scale, 1e-3), name
-
 
 # Bias gradients -------------------------------------------------------------------------------------------------------
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-import torch._dynamo.testing
+from test_compile import randn
 
 import mha_ext
 from mha_ext import masks
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-def randn(*shape, dtype=torch.float32, seed=0, grad=False):
-    return cases.randn(cases.generator(seed), *shape, dtype=dtype).requires_grad_(grad)
 
 
 HOW = ["plain", "band", "everything"]
