@@ -66,14 +66,7 @@ def lower(
     added, scale, sinks = score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     if pre_mix is not None or post_mix is not None:
         pre_mix, post_mix = mix_arguments(pre_mix, post_mix, q, H)
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        _checks.probability("dropout_p", dropout_p)
-    if type(softcap) is not float or softcap != 0.0:
-        _checks.softcap(softcap)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    else:
-        _checks.flag("deterministic", deterministic)
+    deterministic = switches(dropout_p, softcap, deterministic)
     state = state_of_dropout(rng_state, q) if draw and dropout_p != 0.0 else None
     call = Call(
         q, k, v, added, *args, *NOT_PACKED, sinks, scale, softcap, dropout_p, state, return_weights, deterministic, pre_mix,
@@ -106,6 +99,18 @@ def score_arguments(
     else:
         scale = _checks.scale(scale)
     return added, scale, None if sinks is None else _checks.sinks(sinks, q, H)
+
+
+def switches(dropout_p: float, softcap: float, deterministic: bool | None) -> bool:
+    """Whether the call is to be repeatable; refuses these where they do not fit."""
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        _checks.probability("dropout_p", dropout_p)
+    if type(softcap) is not float or softcap != 0.0:
+        _checks.softcap(softcap)
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    _checks.flag("deterministic", deterministic)
+    return deterministic
 
 
 def mix_arguments(pre_mix: Tensor | None, post_mix: Tensor | None, q: Tensor, H: int) -> Any:

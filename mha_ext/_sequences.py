@@ -41,13 +41,8 @@ def attention_packed(
     args = masks.lower(mask, B, H, Sq, Sk, q.device, lengths)
     added, scale, sinks = _call.score_arguments(bias, scale, sinks, q, B, H, Sq, Sk)
     pre_mix, post_mix = _call.mix_arguments(pre_mix, post_mix, q, H)
-    _checks.probability("dropout_p", dropout_p)
-    if type(softcap) is not float or softcap != 0.0:
-        _checks.softcap(softcap)
+    deterministic = _call.switches(dropout_p, softcap, deterministic)
     rng_state = _call.state_of_dropout(rng_state, q) if dropout_p != 0.0 else None
-    _checks.flag("deterministic", deterministic)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     call = Call(
         q, k, v, added, *args, *starts, Sq, Sk, sinks=sinks, scale=scale, softcap=softcap, dropout_p=dropout_p,
         rng_state=rng_state, deterministic=deterministic, pre_mix=pre_mix, post_mix=post_mix,
