@@ -101,7 +101,8 @@ def test_empty_variable_is_no_choice():
 CORE_FILES = [f"functions/test_{name}.py" for name in ("hidden", "known_mask_traps", "known_traps", "semantics")]
 CORE_NAMES = (
     "trap_04 or trap_06 or trap_10 or trap_12 or trap_13 or trap_15 or trap_18 or trap_20 or trap_22 or trap_23 or trap_27 or trap_34 "
-    "or trap_35 or fully_masked or hidden or zero_sizes or dropout_is or accumulation or float64_is"
+    "or trap_35 or fully_masked or hidden_keys or hidden_queries or (nan and float32) or zero_sizes or dropout_is or accumulation "
+    "or float64_is"
 )
 
 
