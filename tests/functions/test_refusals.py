@@ -283,6 +283,19 @@ def test_heads():
     refusal(lambda: mha_ext.merge_heads(torch.randn(2, 4, 3, 8), torch.eye(4).bfloat16()), "bfloat16", kind=TypeError)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_each_refusal_has_the_fix_of_its_argument():
+    attention = lambda **given: mha_ext.attention(q, k, v, **given)
+    for name, fix in (("scale", "multiply q by it if it is to be learned, or use .item[]"), ("softcap", "a number: use .item[]"), ("dropout_p", "a number: use .item[]")):
+        refusal(lambda name=name: attention(**{name: torch.ones(2)}), name, fix, kind=TypeError)
+    eight = torch.quantize_per_tensor(torch.ones(5, 7), 1.0, 0, torch.quint8)
+    refusal(lambda: attention(mask=eight), "mask.dequantize[] > 0", kind=TypeError)
+    refusal(lambda: attention(mask=torch.ones(5, 7).long()), "mask.bool[] or mask != 0", kind=TypeError)
+    refusal(lambda: attention(mask=torch.ones(5, 7)), "pass it as bias=", "mask > 0", kind=TypeError)
+    refusal(lambda: mha_ext.attention(q, k[:, :0], v[:, :0]), "the head counts [dimension 1] must agree", kind=ValueError)
+    refusal(lambda: mha_ext.attention(q, k[:, :0], v), "key/value head counts [dimension 1] and the head counts [dimension 1]", kind=ValueError)
+
+
 def test_softmax():
     refusal(lambda: mha_ext.masked_softmax(torch.randn(5)), "[5]", kind=ValueError)
     refusal(lambda: mha_ext.masked_softmax(torch.randn(2, 5, 7)), "[2,5,7]", kind=ValueError)

@@ -32,7 +32,7 @@ def test_forks_go_on_as_caches_of_their_own(kind, stored):
     cache.append(k[:, :, :20], v[:, :, :20], counts)
     alone = [copy.deepcopy(cache) for _ in range(B)]
     gen, came_from = torch.Generator().manual_seed(0), list(range(B))
-    for order in ([0, 0, 2, 1, 0, 2, 2], [6, 3], [1, 1]):
+    for order in ([0, 0, 2, 1, 1, 2, 2], [6, 3], [1, 1]):
         cache.reorder(torch.tensor(order))
         came_from = [came_from[i] for i in order]
         alone = [copy.deepcopy(alone[i]) for i in order]
@@ -229,9 +229,31 @@ def test_caches_that_grow_keep_what_they_hold(stored):
     paged._grow(29)
     assert (paged.block_table[:, 3:] == 9).all() and paged.capacity == 32 and paged.free_pages == 0
     paged._grow_pool(24)
-    assert (paged.block_table[:, 3:] == 24).all() and paged.free_pages == 15 and paged.k.shape[0] == 24
+    assert (paged.block_table[:, 3:] == 24).all() and paged.pages == 24 and paged.free_pages == 15 and paged.k.shape[0] == 24
     new = [x[:, :, 9:] for x in (q, k, v)]
     expected = other.attend(*new)
     for cache in (paged, contiguous):
         torch.testing.assert_close(cache.attend(*new), expected)
     assert paged.free_pages == 0
+
+
+@torch.no_grad()
+def test_pages_up_to_the_capacity():
+    cache, k = nn.PagedKVCache(2, 8, 1, 4, page_size=4), torch.randn(2, 1, 8, 4)
+    cache.reserve(0)
+    assert pages_used(cache) == 0
+    cache.append(k, k)
+    cache.reserve(0)
+    assert cache.lengths.tolist() == [8, 8] and pages_used(cache) == 4
+    with pytest.raises(ValueError, match="accepted: up to the capacity, 8"):
+        cache.append(k[:, :, :1], k[:, :, :1])
+    cache.truncate(torch.tensor([8, 3]))
+    with pytest.raises(ValueError, match="accepted: up to the capacity, 8"):
+        cache.append(k[:, :, :1], k[:, :, :1])
+    cache.reset()
+    cache.append(k, k, torch.tensor([2, 1]))
+    cache.append(k[:, :, :6], k[:, :, :6])  # there is room, though not for 6 beyond the first 8
+    assert cache.lengths.tolist() == [8, 7]
+    cache.reorder(torch.tensor([1, 1]))
+    cache.reserve(0)  # which nobody writes to
+    assert pages_used(cache) == 2 and nn.PagedKVCache(1, 100, 1, 4).page_size == 64
