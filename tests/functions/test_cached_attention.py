@@ -268,6 +268,9 @@ TABLE = torch.zeros(3, 2, dtype=torch.int64)
         ({"k_scale": torch.ones(3, 2)}, "k_scale is given for keys and values of float32"),
         ({"to": torch.int8}, "k_scale is missing for keys and values of int8"),
         ({"to": torch.int8, "k_scale": torch.ones(2), "v_scale": torch.ones(2)}, r"k_scale is a float32 tensor of shape \[2\]"),
+        ({"to": torch.int8, "k_scale": torch.ones(2, 2), "v_scale": torch.ones(3, 2)}, r"k_scale is a float32 tensor of shape \[2,2\]"),
+        ({"softcap": -1.0}, "softcap is -1.0; accepted: a positive limit"),
+        ({"heads": 0}, "q, k, v have shapes .* with H a multiple of Hk"),
         ({"to": torch.float64}, "q, k, v have dtypes float32, float64, float64; accepted: one dtype, or k and v int8"),
         ({"grad": True}, "was given a tensor that requires grad; accepted: calls under torch.no_grad"),
     ],
@@ -277,9 +280,17 @@ def test_refusals(options, message):
     options = dict(options)
     if options.pop("grad", False):
         q.requires_grad_()
-    to = options.pop("to", torch.float32)
+    to, heads = options.pop("to", torch.float32), options.pop("heads", 2)
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-        mha_ext.attention_cached(q, k.to(to), v.to(to), **options)
+        mha_ext.attention_cached(q, k[:, :heads].to(to), v[:, :heads].to(to), **options)
+
+
+def test_scales_of_heads_that_all_sequences_have():
+    q, k, v = test_cache.whole(length=20)
+    kv = [(x * 20).to(torch.int8) for x in (k, v)]
+    one = torch.tensor([[0.02, 0.07]])
+    found, expected = (mha_ext.attention_cached(q, *kv, k_scale=scale, v_scale=scale) for scale in (one, one.repeat(3, 1)))
+    assert torch.equal(found, expected)
 
 
 def test_refusals_of_caches():
