@@ -285,6 +285,18 @@ def test_refusals(options, message):
         mha_ext.attention_cached(q, k[:, :heads].to(to), v[:, :heads].to(to), **options)
 
 
+def test_kinds_and_devices_that_are_refused():
+    q, k, v = test_cache.whole(length=20)
+    nested = torch.nested.nested_tensor(list(q), layout=torch.jagged)
+    for wrong, message in ((q.long(), "q is int64; accepted: float32"), (nested, "q is a nested tensor of layout torch.jagged; accepted: a dense tensor")):
+        with pytest.raises(TypeError, match=message):
+            mha_ext.attention_cached(wrong, k, v)
+    given = {"k": k, "v": v, "block_table": TABLE}
+    for name, x in given.items():
+        with pytest.raises(ValueError, match=f"{name} has a tensor on meta but the queries are on cpu"):
+            mha_ext.attention_cached(q, **{**given, name: x.to("meta")})
+
+
 def test_scales_of_heads_that_all_sequences_have():
     q, k, v = test_cache.whole(length=20)
     kv = [(x * 20).to(torch.int8) for x in (k, v)]
