@@ -170,12 +170,12 @@ class Not(_Combined):
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
         seen = visible_of(self.parts[0].lower(B, H, Sq, Sk, device, lengths), Sq, Sk, device, lengths)
-        nothing = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+        nothing = torch.zeros((), dtype=torch.bool, device=device)
         return _dense(nothing if seen is None else ~seen)
 
     def at(self, places: Places) -> MaskArgs:
         seen = _seen_at(self.parts[0], places)
-        nothing = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=places.position.device)
+        nothing = torch.zeros((), dtype=torch.bool, device=places.position.device)
         return _dense(nothing if seen is None else ~seen)
 
     def __invert__(self) -> Mask:

@@ -291,6 +291,10 @@ def test_kinds_and_devices_that_are_refused():
     for wrong, message in ((q.long(), "q is int64; accepted: float32"), (nested, "q is a nested tensor of layout torch.jagged; accepted: a dense tensor")):
         with pytest.raises(TypeError, match=message):
             mha_ext.attention_cached(wrong, k, v)
+    with pytest.raises(ValueError, match="v_scale has a tensor on meta"):
+        mha_ext.attention_cached(q, k.to(torch.int8), v.to(torch.int8), k_scale=torch.ones(1, 2), v_scale=torch.ones(1, 2, device="meta"))
+    with torch.autograd.forward_ad.dual_level():
+        assert mha_ext.attention_cached(q, k, v).shape == (*q.shape[:3], v.shape[3])  # none of which has a tangent
     given = {"k": k, "v": v, "block_table": TABLE}
     for name, x in given.items():
         with pytest.raises(ValueError, match=f"{name} has a tensor on meta but the queries are on cpu"):

@@ -302,4 +302,5 @@ def test_a_mask_is_drawn():
     mask = masks.Causal() & masks.Padding(torch.tensor([7, 3]))
     ax = mask.plot(7, 9, batch=1)
     assert torch.equal(torch.tensor(ax.images[0].get_array().data), mask.to_dense(7, 9)[1, 0])
+    assert ax.images[0].get_clim() == (0, 1)
     assert ax.get_title() == repr(mask) and masks.Window(2, 0).plot(7, 7, ax=ax) is ax and len(ax.images) == 2

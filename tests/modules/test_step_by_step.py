@@ -60,6 +60,8 @@ MASKS = {
     ),
     "either": lambda start, end: masks.Window(3, 0) | rows_of(DENSE, start, end) | masks.Strided(3, 2, 4),
     "not": fixed(~(masks.Documents(IDS) & masks.Window(20, 0)) & masks.Causal()),
+    "either, one of which hides nothing": lambda start, end: rows_of(DENSE, start, end) | masks.Window(None, None),
+    "not what hides nothing": fixed(~masks.Window(None, None)),
     "two documents": fixed(masks.Documents(IDS) & masks.Documents(IDS.flip(1))),
 }  # fmt: skip
 BIASES = {
@@ -76,7 +78,9 @@ BIAS = randn(B, H, N, N, seed=7)
 def cache_of(kind: str, module: nn.SelfAttention) -> KVCache:
     if kind == "paged":
         return nn.PagedKVCache(B, CAPACITY, module.num_kv_heads, module.head_dim, page_size=7, dtype=torch.float64)
-    return module.make_cache(B, CAPACITY, **({"window": 20} if kind == "ring" else {}))
+    if kind == "ring":  # which is full before the last positions come
+        return module.make_cache(B, 45, window=20)
+    return module.make_cache(B, CAPACITY)
 
 
 @functools.cache
