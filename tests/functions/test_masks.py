@@ -304,3 +304,9 @@ def test_a_mask_is_drawn():
     assert torch.equal(torch.tensor(ax.images[0].get_array().data), mask.to_dense(7, 9)[1, 0])
     assert ax.images[0].get_clim() == (0, 1)
     assert ax.get_title() == repr(mask) and masks.Window(2, 0).plot(7, 7, ax=ax) is ax and len(ax.images) == 2
+
+
+def test_a_dense_picture_has_the_masks_batch_and_device():
+    assert masks.Dense(torch.ones(3, 4, dtype=torch.bool)).to_dense(3, 4).shape == (1, 1, 3, 4)
+    assert masks.Padding(torch.zeros(2, dtype=torch.int64, device="meta")).to_dense(3, 4).is_meta
+    assert masks.Causal().to_dense(3, 4, device="meta").is_meta and not masks.Causal().to_dense(3, 4).is_meta

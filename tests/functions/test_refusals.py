@@ -296,6 +296,18 @@ def test_each_refusal_has_the_fix_of_its_argument():
     refusal(lambda: mha_ext.attention(q, k[:, :0], v), "key/value head counts [dimension 1] and the head counts [dimension 1]", kind=ValueError)
 
 
+def test_masks_on_another_device_and_intervals_of_others():
+    numbers, other = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    for mask, name in (
+        (masks.Documents(torch.zeros(2, 7, dtype=torch.int64, device="meta")), "Documents"), (masks.Intervals(numbers, other), "Intervals"),
+        (masks.Intervals(other, numbers), "Intervals"), (masks.Dense(torch.ones(5, 7, dtype=torch.bool, device="meta")), "mask"),
+    ):  # fmt: skip
+        refusal(lambda mask=mask: mha_ext.attention(q, k, v, mask=mask), f"{name} has a tensor on meta", "on cpu", kind=ValueError)
+    for wrong in (numbers[:, :4], numbers.repeat(2, 1)):
+        for mask in (masks.Intervals(numbers, wrong), masks.Intervals(wrong, numbers)):
+            refusal(lambda mask=mask: mha_ext.attention(q, k, v, mask=mask), "it accepts [B,Sq] = [2,5]", kind=ValueError)
+
+
 def test_softmax():
     refusal(lambda: mha_ext.masked_softmax(torch.randn(5)), "[5]", kind=ValueError)
     refusal(lambda: mha_ext.masked_softmax(torch.randn(2, 5, 7)), "[2,5,7]", kind=ValueError)

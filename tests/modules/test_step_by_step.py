@@ -166,6 +166,16 @@ def test_ragged_sequences(many, kind, monkeypatch):
         at += counts
 
 
+@torch.no_grad()
+def test_masks_of_two_positions_and_of_more_than_there_is_room_for():
+    module, x = plain(None), randn(B, 7, 32, seed=9)
+    mask, ids = torch.rand(B, 1, 7, 100, generator=gen(1)) < 0.6, torch.randint(0, 2, (B, 100), generator=gen(2))
+    for many, enough in ((mask, mask[..., :7]), (masks.Documents(ids), masks.Documents(ids[:, :7]))):
+        torch.testing.assert_close(module(x, cache=cache_of("contiguous", module), mask=many), module(x, mask=enough))
+    two = mask[:, :, :2, :2]
+    torch.testing.assert_close(module(x[:, :2], cache=cache_of("contiguous", module), mask=two), module(x[:, :2], mask=two))
+
+
 OPTIONS = {
     "rope": {"rope": True},
     "qk_norm": {"qk_norm": True, "softcap": 3.0},
