@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import cases
 import oracle
 import pytest
@@ -63,7 +65,7 @@ def test_any_steps_equal_the_whole(steps, dtype):
     oracle.check({"out": out}, {"out": truth(q, k, v)})
 
 
-@pytest.mark.parametrize("options", [{"window": 37}, {"softcap": 3.0}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 37}, {"window": 0}, {"softcap": 3.0}, {"scale": 0.3}], ids=str)
 def test_options(options):
     q, k, v = whole()
     out = in_steps(make(), q, k, v, [67, 64] + [1] * 10, **options)
@@ -144,6 +146,11 @@ def test_truncate_never_lengthens_and_a_ring_has_limits():
     in_steps(ring, *(x[:, :, :21] for x in (q, k, v)), [])
     with pytest.raises(ValueError, match="go back too far"):
         ring.truncate(3)
+    ring.append(k[:, :, :8], v[:, :, :8])  # as many as there is room for
+    with pytest.raises(ValueError, match="accepts 8: append less at once"):
+        ring.append(k[:, :, :9], v[:, :, :9])
+    twice = copy.deepcopy([ring, ring])
+    assert twice[0] is twice[1] and twice[0] is not ring
 
 
 def test_reorder_for_beam_search():
@@ -183,7 +190,8 @@ def test_the_capacity_is_checked_without_looking_at_lengths():
     _, k, v = whole(length=16)
     cache = make(capacity=16)
     with Reads() as reads:
-        for n, stay in ((10, 10), (6, 4), (12, 0), (16, None), (16, 16)):
+        cache.append(k[:, :, :10], v[:, :, :10])
+        for n, stay in ((6, 4), (12, 0), (16, None), (16, 16)):
             cache.append(k[:, :, :n], v[:, :, :n])
             cache.reset() if stay is None else cache.truncate(stay)
         assert reads.count == 0

@@ -80,6 +80,8 @@ CALLS = {
     "an order of bools": (lambda c, q, k, v: c.reorder(counts([True, False, True])), "indices is a bool tensor"),
     "a negative order": (lambda c, q, k, v: c.reorder(counts([0, -1])), r"indices are \[0, -1\]; accepted: numbers of sequences, 0 to 2"),
     "an order that is not there": (lambda c, q, k, v: c.reorder(counts([0, 1, 3])), r"indices are \[0, 1, 3\]"),
+    "an order on another device": (lambda c, q, k, v: c.reorder(counts([0, 1, 2]).to("meta")), "indices has a tensor on meta"),
+    "sparse queries": (lambda c, q, k, v: c.attend(q.to_sparse(), k, v), "q is a tensor of layout torch.sparse_coo"),
     "an order of floats": (lambda c, q, k, v: c.reorder(torch.zeros(3)), "indices is a float32 tensor"),
     "more than there is room": (lambda c, q, k, v: c.append(k.repeat(1, 1, 5, 1), v.repeat(1, 1, 5, 1)), "15 positions were"),
 }  # fmt: skip
