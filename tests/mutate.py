@@ -86,8 +86,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Pass()
 
 
-def mutants(tree: ast.Module) -> list[tuple[str, int, str, str, ast.Module]]:
-    """(function, line, before, after, the mutated tree)"""
+def mutants(tree: ast.Module, names_only: bool = False) -> list[tuple[str, int, str, str, ast.Module]]:
+    """(function, line, before, after, the mutated tree, or where only names are asked for the tree itself)"""
     found = []
 
     def visit(node: ast.AST, function: str) -> None:
@@ -108,7 +108,7 @@ def mutants(tree: ast.Module) -> list[tuple[str, int, str, str, ast.Module]]:
                         value[i] = new
                     else:
                         setattr(node, field, new)
-                    whole = ast.fix_missing_locations(copy.deepcopy(tree))
+                    whole = tree if names_only else ast.fix_missing_locations(copy.deepcopy(tree))
                     if isinstance(value, list):
                         value[i] = child
                     else:

@@ -329,8 +329,9 @@ def test_names_of_other_libraries(call, names, called):
         with pytest.raises(TypeError) as error:
             call(**{name: None})
         assert str(error.value) == f"{called} has no argument {name}; use {fix}."
-    with pytest.raises(TypeError, match=rf"^{called} has no argument colour; accepted: .*mask|bias"):
+    with pytest.raises(TypeError, match=rf"^{called} has no argument colour; accepted: .*mask|bias") as error:
         call(colour=1)
+    assert not {"self", "foreign"} & set(str(error.value).rstrip(".").replace(",", "").split())
 
 
 def said(name, **given):
