@@ -23,12 +23,16 @@ def table():
                     yield "attention_fwd_sm86", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}, true>"
             yield "attention_weights_sm80", dtype, head, "general", f"{type_name}, ForwardSm80<{head}, true>"
             for variant, general in (("plain", "false"), ("general", "true")):
-                backward = f"{type_name}, BackwardSm80<{head}, {general}"
+                backward, large = f"{type_name}, BackwardSm80<{head}, {general}", head > 128
                 if head in ATOMIC_HEADS and (variant == "plain" or head <= 64):  # more would not fit into registers
                     yield "attention_bwd_sm80", dtype, head, variant, f"{backward}, true>"
                     yield "attention_bwd_dq_round", dtype, head, variant, f"{backward}, true>"
-                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false>"
-                yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
+                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false, {32 if large else 64}>"
+                queries = f"{type_name}, BackwardQueriesSm80<{head}, {general}"
+                yield "attention_bwd_dq_sm80", dtype, head, variant, f"{queries}, false, {32 if large else 64}>"
+                if large:
+                    yield "attention_bwd_dkv_sm86", dtype, head, variant, f"{backward}, false, 16>"
+                    yield "attention_bwd_dq_sm86", dtype, head, variant, f"{queries}>"
             for variant, general in (("plain", "false"), ("general", "true")):
                 if head in SM90_HEADS:
                     yield "attention_bwd_sm90", dtype, head, variant, f"{type_name}, BackwardSm90<{head}, {general}>"
@@ -47,13 +51,16 @@ LAUNCH = {
     "attention_weights_sm80": "AttentionForwardLaunch",
     "attention_bwd_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dkv_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_dkv_sm86": "AttentionBackwardLaunch",
     "attention_bwd_dq_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_dq_sm86": "AttentionBackwardLaunch",
     "attention_bwd_dbias_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dq_round": "AttentionBackwardLaunch",
 }
 # Where the file, or the function that launches the kernel, has another name.
-SOURCE = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": "attention_bwd_sm80", "attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
-FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dkv_sm80": "attention_bwd_sm80"}
+FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dq_sm86": "attention_bwd_dq_sm80"}
+FUNCTION |= {name: "attention_bwd_sm80" for name in ("attention_bwd_dkv_sm80", "attention_bwd_dkv_sm86")}
+SOURCE = FUNCTION | {"attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
 
 
 def source_of(kernel):

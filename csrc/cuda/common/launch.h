@@ -29,12 +29,16 @@ inline Numbers numbers(double scale, double softcap, const Dropout& dropout) {
   return n;
 }
 
-// Shared memory that a block may have on every GPU of compute capability 8.0 or later: 8.6, 8.9 and 12.0 have least.
-constexpr std::size_t kSharedEverywhere = 99 * 1024;
+// Shared memory that a block may have on every GPU of compute capability 8.0 or later (8.6, 8.9 and 12.0 have least),
+// and on those that have more.
+constexpr std::size_t kSharedEverywhere = 99 * 1024, kSharedSm80 = 163 * 1024;
 
 // Whether a kernel with so much dynamic shared memory, which starts at a multiple of 128 bytes behind the static, fits.
+constexpr bool fits(std::size_t limit, std::size_t dynamic_bytes, std::size_t static_bytes) {
+  return dynamic_bytes + (static_bytes + 127) / 128 * 128 <= limit;
+}
 constexpr bool fits_everywhere(std::size_t dynamic_bytes, std::size_t static_bytes) {
-  return dynamic_bytes + (static_bytes + 127) / 128 * 128 <= kSharedEverywhere;
+  return fits(kSharedEverywhere, dynamic_bytes, static_bytes);
 }
 
 // Whether every row of a tensor (over its last dimension) starts at a multiple of 16 bytes.

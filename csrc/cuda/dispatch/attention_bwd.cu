@@ -6,6 +6,7 @@
 #include "../simple/attention_bwd.cuh"
 #include "../sm80/attention_bwd.cuh"
 #include "instances.h"  // generate_instances.py
+#include "smaller.h"
 
 namespace mha::cuda {
 namespace {
@@ -68,8 +69,8 @@ Plan plan(const AttentionBackward& p) {
       if (round.dtype == p.dtype && round.head == plan.main->head && round.general == plan.main->general)
         plan.round = &round;
   } else if (!plan.main) {
-    plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
-    plan.dq = find(k_attention_bwd_dq_sm80, launch);
+    plan.dkv = smaller<AttentionBackwardLaunch>(find(k_attention_bwd_dkv_sm80, launch), k_attention_bwd_dkv_sm86);
+    plan.dq = smaller<AttentionBackwardLaunch>(find(k_attention_bwd_dq_sm80, launch), k_attention_bwd_dq_sm86);
   }
   const Kernel* on_tensor_cores = plan.main ? plan.main : plan.dkv;
   launch.base_2 = on_tensor_cores && !on_tensor_cores->general;

@@ -10,6 +10,7 @@
 #include "../common/attention_combine.cuh"
 #include "../common/attention_fwd_plan.h"
 #include "instances.h"  // generate_instances.py
+#include "smaller.h"
 
 namespace mha::cuda {
 namespace {
@@ -80,26 +81,13 @@ int key_splits(const AttentionForward& p, int block_rows, int group_bits) {
   return int(std::max<int64_t>(1, std::min({wanted, p.Sk / 256, int64_t(kMaxSplits)})));
 }
 
-// An instance for 8.0 or, on GPUs whose multiprocessors have no room for two of its blocks, the same with smaller
-// tiles.
-const Instance<AttentionForwardLaunch>* smaller(const Instance<AttentionForwardLaunch>* instance) {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), "cudaDeviceGetAttribute");
-  if (!instance || bytes > 100 * 1024) return instance;
-  for (const auto& other : k_attention_fwd_sm86)
-    if (other.dtype == instance->dtype && other.head == instance->head && other.general == instance->general)
-      return &other;
-  return instance;
-}
-
 // The instance that takes p, and the number of parts.
 void choose_main(Plan& plan, const AttentionForwardLaunch& p) {
   const bool plain = cuda::plain(p);
   plan.not_sm90 = refusal_sm90(p);
   plan.main = plan.not_sm90 ? nullptr : find(kernels_sm90().attention_fwd, p, plain);
   const bool sm90 = plan.main;
-  if (!sm90) plan.main = smaller(find(k_attention_fwd_sm80, p, plain));
+  if (!sm90) plan.main = smaller<AttentionForwardLaunch>(find(k_attention_fwd_sm80, p, plain), k_attention_fwd_sm86);
   if (plan.main)
     plan.launch.splits =
         key_splits(p, sm90 || plan.main->head <= 128 ? 128 : 64, sm90 && !plan.main->general ? group_bits(p) : 0);

@@ -20,16 +20,17 @@
 
 namespace mha::cuda {
 
-template <int kHead_, bool kGeneral_, bool kQueryGradient_>
+// kQueries_: of a tile; with fewer, less shared memory is needed.
+template <int kHead_, bool kGeneral_, bool kQueryGradient_, int kQueries_ = 64>
 struct BackwardSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kQueryGradient = kQueryGradient_;
+  static constexpr int kQueries = kQueries_;
   static constexpr bool kPairs = kHead == 128 && kQueryGradient;
   static constexpr int kMt = kPairs || kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kWarps = kMt == 2 && !kPairs ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kColumnSplit = kPairs || kHead > 128 ? 2 : 1;
   static constexpr int kWarpKeys = 16 * kMt, kKeys = kWarpKeys * kWarps / kColumnSplit;
-  static constexpr int kQueries = kHead <= 128 ? 64 : 16;
   static constexpr int kOt = kHead / kColumnSplit / 8;
   // Keys and values are held in registers, where they fit; they come in through the stages of the query tiles.
   static constexpr bool kHeld = kHead <= 128 && !kPairs;
@@ -48,7 +49,7 @@ struct BackwardSm80 {
   static_assert(!kHeld || 2 * kKeyBytes <= 2 * kStageBytes);
   // A warp's part of a tile of dQ: 16 * kDqMt queries, 32 columns.
   static constexpr int kDqMt = kHead / 8 / kWarps, kDqRowWarps = 4 / (kDqMt ? kDqMt : 1);
-  static_assert(!kQueryGradient || kDqMt * 8 * kWarps == kHead);
+  static_assert(!kQueryGradient || (kDqMt * 8 * kWarps == kHead && kQueries == kRowBlock));
 
   // Where a stage's NaN and Inf are kept: in the next stage, which is then filled later. Both are relative to the start
   // of shared memory.
@@ -181,9 +182,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
   __shared__ BackwardPlace shared_place;
   __shared__ Sequence sequence;
-  // Where one pass does not fit, `fits` in dispatch/attention_bwd.cu has two passes run.
-  static_assert(fits_everywhere(C::kSharedBytes, sizeof(shared_walks) + sizeof(shared_place) + sizeof(sequence)) ||
-                C::kPairs);
+  // Where such tiles do not fit, instances for 8.6 have smaller ones, or two passes run (`fits` in the dispatch).
+  constexpr bool kLarge = C::kPairs || (C::kHead > 128 && C::kQueries > 16);
+  static_assert(fits(kLarge ? kSharedSm80 : kSharedEverywhere, C::kSharedBytes,
+                     sizeof(shared_walks) + sizeof(shared_place) + sizeof(sequence)));
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   if (threadIdx.x == 0) sequence = cuda::sequence(p, blockIdx.x / key_tiles / unsigned(p.Hk));
   __syncthreads();

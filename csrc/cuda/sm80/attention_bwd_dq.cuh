@@ -12,14 +12,15 @@
 
 namespace mha::cuda {
 
-template <int kHead_, bool kGeneral_, bool kOfBias_ = false>
+// kKeys_: of a tile; with fewer, less shared memory is needed.
+template <int kHead_, bool kGeneral_, bool kOfBias_ = false, int kKeys_ = kHead_ <= 128 ? 64 : 16>
 struct BackwardQueriesSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kOfBias = kOfBias_;
   static constexpr int kMt = kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kWarps = kMt == 2 || kHead > 128 ? 4 : 8, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kMt, kRows = kWarpRows * kWarps;
-  static constexpr int kKeys = kHead <= 128 ? 64 : 16;
+  static constexpr int kKeys = kKeys_;
   static constexpr int kStep = kGeneral || kMt == 2 || kHead > 128 ? 16 : 32, kNt = kStep / 8, kOt = kHead / 8;
   // Queries and dout are held in registers, where they fit; they come in through the stages of the key tiles.
   static constexpr bool kHeld = kHead <= 128;
@@ -58,7 +59,9 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
   __shared__ Sequence sequence;
   __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
-  static_assert(fits_everywhere(C::kSharedBytes, sizeof(row_blocks) + sizeof(sequence) + sizeof(specials)));
+  constexpr bool kLarge = C::kHead > 128 && C::kKeys > 16;  // an instance for 8.6 has smaller ones
+  static_assert(fits(kLarge ? kSharedSm80 : kSharedEverywhere, C::kSharedBytes,
+                     sizeof(row_blocks) + sizeof(sequence) + sizeof(specials)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int own_rows = warp * C::kWarpRows;
   const unsigned hk = h / (unsigned(p.H) / unsigned(p.Hk));
