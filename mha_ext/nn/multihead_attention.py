@@ -85,10 +85,12 @@ class MultiheadAttention(NotScriptable, torch.nn.MultiheadAttention):
             raise _checks.not_tensors(("query", "key", "value"), query, key, value)
         if need_weights is not False or average_attn_weights is not True or is_causal is not False:
             _checks.flags(need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal was given without attn_mask; it is a hint about attn_mask: pass that too.")
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask)
         batched = query.dim() == 3
-        self._check(query, key, value, key_padding_mask, attn_mask, is_causal)
+        self._check(query, key, value, key_padding_mask, attn_mask)
         batch_dim = 1 if not batched or not self.batch_first else 0
         if not batched:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -176,7 +178,6 @@ class MultiheadAttention(NotScriptable, torch.nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
-        is_causal: bool,
     ) -> None:
         weights = (self.in_proj_weight,) * 3 if self.in_proj_weight is not None else self._weights()
         for x, name, weight in zip((query, key, value), ("query", "key", "value"), weights):
@@ -198,8 +199,6 @@ class MultiheadAttention(NotScriptable, torch.nn.MultiheadAttention):
             raise ValueError(
                 f"{_shapes(query, key, value)}; accepted: one batch size, and one length for key and value."
             )
-        if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal was given without attn_mask; it is a hint about attn_mask: pass that too.")
         length_dim = 1 - batch_dim if batched else 0
         N, L, S = query.shape[batch_dim] if batched else 1, query.shape[length_dim], key.shape[length_dim]
         for name, mask, accepted in (

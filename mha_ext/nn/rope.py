@@ -190,7 +190,11 @@ class RotaryEmbedding(NotScriptable, torch.nn.Module):
     def _counted(self, x: Tensor, start: int | Tensor) -> Tensor:
         """[S], or [B,1,S]"""
         if isinstance(start, Tensor):
-            start = _checks.integer_tensor(start, "start", "[B], or an int", 1)[:, None, None]
+            start = _checks.integer_tensor(start, "start", "[B], or an int", 1)
+            if not _checks.one_or(start.shape[0], x.shape[0]):
+                raise ValueError(f"start has shape {_checks.text(start.shape)}; accepted: [B] = [{x.shape[0]}], or an int.")
+            _checks.same_device(start, "start", x.device)
+            start = start[:, None, None]
         elif isinstance(start, bool) or not isinstance(start, (int, torch.SymInt)):
             raise TypeError(f"start is {_checks.given(start)}; accepted: an int, or an integer tensor [B].")
         return torch.arange(x.shape[-2], device=x.device) + start

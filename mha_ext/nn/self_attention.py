@@ -288,6 +288,8 @@ class SelfAttention(Attention):
         _inputs.sequences(x, "x", self.d_model, self.q_proj if self.qkv_proj is None else self.qkv_proj)
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {_checks.given(cache)}; accepted: what make_cache() gives, or None.")
+        if cache is not None and not _checks.same(x.shape[0], cache.batch):
+            raise ValueError(f"x has {x.shape[0]} sequences and the cache {cache.batch}; accepted: the same number of both.")
         if x.is_nested and (self.rope is not None or cache is not None or counts is not None):
             raise ValueError(
                 f"x is nested and {'the module has rope' if self.rope is not None else 'a cache or counts was given'}; "

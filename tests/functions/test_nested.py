@@ -134,3 +134,7 @@ def test_refusals():
     refusal(lambda: rotary(x), "nested", "rope", kind=ValueError)
     module = mha_ext.nn.MultiheadAttention(32, 4)
     refusal(lambda: module(x, x, x, need_weights=False), "nested", "batch_first", kind=ValueError)
+    module, padded = mha_ext.nn.MultiheadAttention(32, 4, batch_first=True), x.to_padded_tensor(0.0)
+    for given in (x, padded, torch.nested.as_nested_tensor([*padded])):
+        hint = lambda given=given: module(given, given, given, need_weights=False, is_causal=True)
+        refusal(hint, "is_causal was given without attn_mask", kind=RuntimeError)

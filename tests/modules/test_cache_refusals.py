@@ -167,6 +167,11 @@ def test_modules():
             module([x])
         with pytest.raises(ValueError, match=r"k, v have shapes \[1,2,1,4\].*; this cache accepts"):
             module(x, cache=nn.SelfAttention(12, 3, causal=True).make_cache(1, 4))
+        for rope in (False, True):
+            layer = nn.SelfAttention(8, 2, causal=True, rope=rope).eval()
+            for B, sequences in ((1, 3), (3, 1), (2, 3)):
+                with pytest.raises(ValueError, match=f"x has {B} sequences and the cache {sequences}; accepted: the same"):
+                    layer(torch.zeros(B, 1, 8), cache=layer.make_cache(sequences, 4))
     for options, message in (
         ({"page_size": 0}, "page_size is 0; PagedKVCache accepts a positive int"),
         ({"page_size": 4, "window": 2}, "window was given with page_size; make_cache\\(\\) accepts one"),

@@ -151,6 +151,11 @@ def test_refusals():
     refusal(lambda: RotaryEmbedding(8)(x.long()), "x is int64", "float32", kind=TypeError)
     for wrong in (True, 1.5):
         refusal(lambda wrong=wrong: RotaryEmbedding(8)(x, wrong), f"start is {wrong}", "an int", kind=TypeError)
+    for B, n in ((1, 2), (3, 4)):
+        refusal(
+            lambda B=B, n=n: RotaryEmbedding(8)(torch.randn(B, 1, 5, 8), torch.arange(n)), f"start has shape [{n}]", f"[B] = [{B}]",
+            kind=ValueError,
+        )  # fmt: skip
     refusal(lambda: RotaryEmbedding(7), "head_dim is 7", "even", kind=ValueError)
     refusal(lambda: RotaryEmbedding(0), "head_dim is 0", "int >= 1", kind=ValueError)
     unfinished = RotaryEmbedding(4, scaling=RopeScaling(2.0))
