@@ -30,7 +30,7 @@ class Plan:
     copies: list[str]  # what has to be copied first, with the reason
     flops: int  # of the forward pass, for the scores that bands and intervals leave visible
     flops_dense: int  # the same without a mask
-    flops_exact: bool  # false where documents or a dense mask hide more than was counted
+    flops_exact: bool  # false where documents, a dense mask, or lengths on the meta device may hide more than was counted
     bytes_moved: int  # every input and output once
     memory: int  # outputs, what backward keeps besides the inputs, copies, and the forward workspace
     memory_unfused: int  # one fp32 matrix of scores, 4*B*H*Sq*Sk, as the textbook way stores it
@@ -288,8 +288,8 @@ def _visible_pairs(
     else hides any."""
     if lengths is not None:
         lengths = lengths[0].cpu(), lengths[1].cpu()
-    i, o = torch.arange(Sq)[None], offset_of(Sq, Sk, lengths)
-    begin, end = torch.zeros(1, Sq, dtype=torch.int64), torch.full((1, Sq), Sk)
+    i, o = torch.arange(Sq, device="cpu")[None], offset_of(Sq, Sk, lengths)
+    begin, end = torch.zeros_like(i), torch.full_like(i, Sk)
     if lengths is not None:
         end = torch.where(i < lengths[0][:, None], lengths[1][:, None], 0)
     if args.left is not None:
@@ -298,12 +298,13 @@ def _visible_pairs(
         end = end.minimum(i + (o + args.right + 1))
     if args.top_left:
         end = end.minimum(i + 1)
-    if args.begin is not None:
+    unknown = any(x is not None and x.is_meta for x in (args.begin, args.end))
+    if args.begin is not None and not unknown:
         begin = begin.maximum(args.begin.cpu())
-    if args.end is not None:
+    if args.end is not None and not unknown:
         end = end.minimum(args.end.cpu())
     visible = (end - begin).clamp(min=0).expand(B, Sq)
-    exact = args.mask is None and args.query_ids is None and args.blocks is None
+    exact = args.mask is None and args.query_ids is None and args.blocks is None and not unknown
     of_queries = visible if lengths is None else visible[(i < lengths[0][:, None]).expand(B, Sq)]
     extremes = (int(of_queries.min()), int(of_queries.max())) if of_queries.numel() else (0, 0)
     return int(visible.sum()), extremes, exact
@@ -323,7 +324,7 @@ def _layout_advice(given: Given, call: Call) -> list[str]:
 def _advice(given: Given, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, return_weights: bool) -> list[str]:
     advice = []
     dense = args.mask
-    if dense is not None and dense.numel() > 1:
+    if dense is not None and dense.numel() > 1 and not dense.is_meta:
         if dense.shape[2:] == (Sq, Sk) and Sq > 1:
             for name, o in (("masks.Causal()", Sk - Sq), ('masks.Causal("top_left")', 0)):
                 if bool((dense == torch.ones(Sq, Sk, dtype=torch.bool, device=dense.device).tril(o)).all()):
@@ -335,7 +336,7 @@ def _advice(given: Given, args: masks.MaskArgs, bias: Any, Sq: int, Sk: int, ret
                 advice.append("the dense mask is padding at the end: masks.Padding(mask.sum(-1).flatten()) is smaller")
             elif bool((row[:, :-1] <= row[:, 1:]).all()):
                 advice.append("the dense mask is padding at the beginning: masks.LeftPadding(starts) is smaller")
-    constant = bias is not None and bias.dim() == 4 and bias.numel() > 0 and not bias.requires_grad
+    constant = bias is not None and bias.dim() == 4 and bias.numel() > 0 and not (bias.requires_grad or bias.is_meta)
     if constant and bool(((bias == 0) | (bias == float("-inf"))).all()):
         advice.append("the bias holds 0 and -inf only: mask=(bias == 0) is smaller")
     if return_weights:

@@ -126,6 +126,14 @@ def test_types_devices_and_values(name):
             assert torch.equal(a, b), (dtype, device)
 
 
+@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Causal() & masks.Padding(torch.tensor([9, 4])) | masks.Window(0, 0)], ids=repr)
+def test_explain(mask):
+    q, k, v = inputs()
+    expected = mha_ext.explain(q, k, v, mask=mask)
+    with torch.device("meta"):
+        assert mha_ext.explain(q, k, v, mask=mask) == expected
+
+
 def test_what_is_made_from_nothing_follows_the_default_device_alone():
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):

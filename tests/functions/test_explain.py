@@ -401,6 +401,18 @@ def test_nothing_is_predicted_of_a_backward_that_sums_a_bias():
     assert "? backward" in str(unknown) and "?" not in str(known)
 
 
+def test_tensors_without_values(capsys, monkeypatch):
+    """On the meta device nobody knows how much lengths hide; nothing is logged."""
+    q, k, v = (x.to("meta") for x in qkv())
+    lengths, seen = torch.tensor([96, 40], device="meta"), torch.ones(96, 96, dtype=torch.bool, device="meta")
+    plain = explain(q, k, v)
+    for mask in (masks.Padding(lengths), masks.LeftPadding(lengths), masks.Dense(seen)):
+        plan = explain(q, k, v, mask=mask, bias=torch.zeros(96, 96, device="meta"))
+        assert plan.flops == plain.flops and plain.flops_exact and not plan.flops_exact and "at most" in str(plan)
+    monkeypatch.setattr(_call, "listener", log)
+    assert mha_ext.attention(q, k, v, mask=masks.Padding(lengths)).is_meta and capsys.readouterr().err == ""
+
+
 def test_the_log_prints_each_kind_of_call_once(capsys, monkeypatch):
     monkeypatch.setattr(_call, "listener", log)
     monkeypatch.setitem(log.__globals__, "_logged", set())
