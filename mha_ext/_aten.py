@@ -173,10 +173,10 @@ def _flash_for_cpu(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if _small(query, key, attn_mask):
+    if dropout_p != 0.0 or _small(query, key, attn_mask):
         return None
     mask, bias = _mask_and_bias(attn_mask, is_causal)
-    out, lse = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, return_lse=True)
+    out, lse = attention(query, key, value, mask=mask, bias=bias, scale=scale, return_lse=True)
     if attn_mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # torch's, of rows that see no key
     return out, _rows_first(lse)
@@ -186,7 +186,7 @@ def _flash_for_cpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float, is_causal: bool,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if _small(query, key, attn_mask):
+    if dropout_p != 0.0 or _small(query, key, attn_mask):
         return None
     mask, bias = _mask_and_bias(attn_mask, is_causal)
     call = _call.lower(query, key, value, mask=mask, bias=bias, scale=scale)

@@ -29,6 +29,11 @@ class SdpaUse:
     remove = undo  # what torch.nn.attention.restore_flash_attention_impl calls
 
     def __enter__(self) -> SdpaUse:
+        """Begins it again where it has ended."""
+        with _lock:
+            if not self._active:
+                self._active = True
+                _count(+1)
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -112,6 +112,21 @@ def test_uses_end_in_any_order(order):
     assert not on_ours(q, k, v) and torch.compiler.config.cache_key_tag == ""
 
 
+def test_a_use_begins_again_in_a_with_block():
+    q, k, v = inputs()
+    use = mha_ext.use_for_sdpa()
+    for _ in range(2):
+        with use:
+            assert on_ours(q, k, v)
+        assert not on_ours(q, k, v)
+
+
+def test_torchs_fused_op_refuses_dropout_as_before(in_use):
+    """Its backward could not know what was dropped."""
+    with pytest.raises(RuntimeError, match="dropout"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs(grad=False), 0.5)
+
+
 def test_an_exception_ends_a_use():
     q, k, v = inputs()
     with pytest.raises(KeyError), mha_ext.use_for_sdpa():
