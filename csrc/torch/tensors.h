@@ -45,10 +45,16 @@ template <class... Parts>
     if (!(ok)) ::mha::torch_layer::fail(__VA_ARGS__); \
   } while (false)
 
-inline std::string shape_text(const Tensor& t) {
+inline std::string shape_text(const Sizes& sizes) {
   std::string s = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? "," : "") + std::to_string(t.size(i));
+  for (size_t i = 0; i < sizes.size(); ++i) s += (i ? "," : "") + std::to_string(sizes[i]);
   return s + "]";
+}
+
+inline std::string shape_text(const Tensor& t) {
+  Sizes sizes;
+  for (int64_t i = 0; i < t.dim(); ++i) sizes.push_back(t.size(i));
+  return shape_text(sizes);
 }
 
 inline DType dtype_of(const Tensor& t, const char* name) {
@@ -135,9 +141,12 @@ inline void advise_huge_pages(void* data, size_t bytes) {
 
 inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype, const Tensor& like) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const AOTITorchError failed = aoti_torch_empty_strided(
       int64_t(sizes.size()), sizes.data(), strides.data(), int32_t(dtype),
-      like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
+      like.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+  // "out of memory." is what libraries look for that then try smaller batches.
+  MHA_CHECK(!failed, like.is_cpu() ? "CPU" : "CUDA", " out of memory. A tensor ", shape_text(sizes), " of ",
+            torch::headeronly::toString(dtype), " could not be allocated: give smaller inputs.");
   Tensor t(handle);
   if (like.is_cpu()) advise_huge_pages(t.data_ptr(), size_t(t.numel()) * size_of_element(dtype));
   return t;

@@ -265,6 +265,13 @@ def test_numbers():
     refusal(lambda: mha_ext.attention(q, k, v, deterministic="yes"), "yes", kind=TypeError)
 
 
+def test_no_memory():
+    """In words that libraries look for which then try a smaller batch."""
+    endless, one = torch.zeros(1, 1, 1, 4).expand(1, 1, 2**46, 4), torch.zeros(1, 1, 1, 4)
+    with pytest.raises(RuntimeError, match=r"^CPU out of memory\. A tensor \[1,1,70368744177664,4\] of Float could not be allocated"):
+        mha_ext.attention(endless, one, one)
+
+
 def test_heads():
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 10), 4), "[2,3,10]", "4", kind=ValueError)
     refusal(lambda: mha_ext.split_heads(torch.randn(2, 3, 8), 0), "0", kind=ValueError)
