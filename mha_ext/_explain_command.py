@@ -47,6 +47,12 @@ def mask(text: str) -> masks.Mask:
     return kinds[name](torch.tensor(numbers))
 
 
+def threads(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def checked(parse: Any, accepted: str) -> Callable[[str], Any]:
     """parse, for argparse: what it cannot read is refused with what is accepted."""
 
@@ -68,9 +74,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mask", type=checked(mask, MASKS), action="append", metavar="MASK", help=MASKS)
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P")
     parser.add_argument("--weights", action="store_true", help="as with return_weights=True")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads first")
+    parser.add_argument("--threads", type=checked(threads, "an int >= 1"), help="torch.set_num_threads first")
     args = parser.parse_args(argv)
-    if args.threads:
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
     B, H, Hk, Sq, Sk, D, Dv = args.shape
     try:

@@ -64,6 +64,7 @@ def test_explain_prints_the_plan_of_a_shape():
     "arguments,given,accepted",
     [(["explain", "--shape", "1,3"], "'1,3'", "B,H,Hk,Sq,Sk,D,Dv"), (["explain", "--shape", "1,-2,3,4"], "'1,-2,3,4'", "B,H,S,D"),
      (["explain", "--shape", "1,2,3,4", "--mask", "wndow:5"], "'wndow:5'", "window:LEFT,RIGHT"),
+     (["explain", "--shape", "1,2,3,4", "--threads", "-1"], "'-1'", "an int >= 1"),
      (["explain", "--shape", "1,3,2,4,4,8"], "[1,3,4,8]", "multiple"), (["explane"], "'explane'", "explain, bench")],
 )  # fmt: skip
 def test_commands_refuse_in_a_sentence(arguments, given, accepted):
