@@ -59,7 +59,7 @@ LAUNCH = {
 }
 # Where the file, or the function that launches the kernel, has another name.
 FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dq_sm86": "attention_bwd_dq_sm80"}
-FUNCTION |= {name: "attention_bwd_sm80" for name in ("attention_bwd_dkv_sm80", "attention_bwd_dkv_sm86")}
+FUNCTION |= dict.fromkeys(("attention_bwd_dkv_sm80", "attention_bwd_dkv_sm86"), "attention_bwd_sm80")
 SOURCE = FUNCTION | {"attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
 
 
