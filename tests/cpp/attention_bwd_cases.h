@@ -129,17 +129,23 @@ inline void poison(const Case& c, Inputs& in) {
   });
 }
 
-// out and lse from the oracle's forward, rounded to the types that the kernel's forward would give.
-inline void run_forward(Inputs& in) {
+// The forward that gives out and lse to a case's backward.
+inline mha::AttentionForward forward_of(const Inputs& in) {
   mha::AttentionForward f;
   static_cast<mha::AttentionProblem&>(f) = in.p;
   f.out = in.out.t;
-  in.lse.resize(size_t(f.B * f.H * f.Sq));
+  f.lse = const_cast<void*>(in.p.lse), f.lse_rest = const_cast<void*>(in.p.lse_rest);
+  return f;
+}
+
+// out and lse from the oracle's forward, rounded to the types that the kernel's forward would give.
+inline void run_forward(Inputs& in) {
+  mha::AttentionBackward& p = in.p;
+  in.lse.resize(size_t(p.B * p.H * p.Sq));
   in.lse32.resize(in.lse.size()), in.lse_rest.resize(in.lse.size()), in.lse_rest32.resize(in.lse.size());
-  f.lse = f.dtype == DType::f64 ? static_cast<void*>(in.lse.data()) : in.lse32.data();
-  f.lse_rest = f.dtype == DType::f64 ? static_cast<void*>(in.lse_rest.data()) : in.lse_rest32.data();
-  naive::attention_fwd(f);
-  in.p.lse = f.lse, in.p.lse_rest = f.lse_rest;
+  p.lse = p.dtype == DType::f64 ? static_cast<void*>(in.lse.data()) : in.lse32.data();
+  p.lse_rest = p.dtype == DType::f64 ? static_cast<void*>(in.lse_rest.data()) : in.lse_rest32.data();
+  naive::attention_fwd(forward_of(in));
 }
 
 inline void make_inputs(const Case& c, Inputs& in) {

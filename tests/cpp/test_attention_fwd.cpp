@@ -237,16 +237,10 @@ std::vector<Case> cases() {
   all.push_back({.Sq = 130, .Sk = 130, .band_lo = -20, .band_hi = 5});
   all.push_back({.B = 3, .intervals = true, .weights = true});
   all.push_back({.B = 2, .Sq = 100, .Sk = 90, .documents = true});
-  all.push_back({.B = 2,
-                 .H = 6,
-                 .bias = 1,
-                 .dense = 2,
-                 .band_hi = 40,
-                 .intervals = true,
-                 .documents = true,
-                 .softcap = 2,
-                 .dropout = 0.2,
-                 .weights = true});
+  Case everything{.B = 2, .H = 6};
+  everything.bias = 1, everything.dense = 2, everything.band_hi = 40, everything.softcap = 2, everything.dropout = 0.2;
+  everything.intervals = everything.documents = everything.weights = true;
+  all.push_back(everything);
   all.push_back({.H = 4, .Hk = 1, .Sq = 1, .Sk = 200});
   // Of a list, the last block alone has few rows: after a head is packed for the others, and beside a group of them.
   for (const int64_t D : {17, 32}) all.push_back({.B = 9, .Sq = 69, .Sk = 130, .D = D, .band_hi = 61});
@@ -260,18 +254,8 @@ std::vector<Case> cases() {
   for (const double dropout : {0.0, 0.4, 1.0}) all.push_back({.B = 2, .Sq = 130, .Sk = 140, .dropout = dropout});
   for (const double scale : {0.0, -0.5, 2.0})
     all.push_back({.Sq = 66, .Sk = 70, .scale = scale, .softcap = scale > 0 ? 1.5 : 0});
-  all.push_back({.B = 2,
-                 .H = 6,
-                 .Hk = 3,
-                 .Sq = 100,
-                 .Sk = 90,
-                 .bias = 1,
-                 .dense = 2,
-                 .band_hi = 40,
-                 .intervals = true,
-                 .documents = true,
-                 .softcap = 2,
-                 .dropout = 0.2});
+  everything.Hk = 3, everything.Sq = 100, everything.Sk = 90, everything.weights = false;
+  all.push_back(everything);
   for (const bool first : {false, true})
     all.push_back({.Sq = 70, .Sk = first ? 100 : 600, .bias = 0, .wide_bias = true, .great_bias = true});
   all.push_back({.Sq = 70, .Sk = 100, .bias = 0, .wide_bias = true, .band_hi = 35, .dropout = 0.3, .great_bias = true});

@@ -63,9 +63,7 @@ struct Attention {
     for (double& x : q.values) x *= queries;
     in.q.write(q);
     if (queries != 1) run_forward(in);
-    static_cast<mha::AttentionProblem&>(forward) = in.p;
-    forward.out = in.out.t;
-    forward.lse = const_cast<void*>(in.p.lse), forward.lse_rest = const_cast<void*>(in.p.lse_rest);
+    forward = forward_of(in);
     gradients = make_outputs(c, c.dtype, in.p);
   }
   void run_forward_on(const mha::cpu::Kernels& kernels, const Threads& threads) const {

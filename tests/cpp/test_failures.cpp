@@ -133,10 +133,7 @@ void test_backward(const Kernels& kernels, const Case& c) {
 void test_forward(const Kernels& kernels, const Case& c) {
   Inputs in;
   make_inputs(c, in);
-  mha::AttentionForward f;
-  static_cast<mha::AttentionProblem&>(f) = in.p;
-  std::vector<float> lse(size_t(c.B * c.H * c.Sq)), lse_rest(lse.size());
-  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  const mha::AttentionForward f = forward_of(in);
   for (const mha::cpu::Threads& threads : kPools) {
     Workspace workspace(kernels.attention_fwd_workspace(f, threads.count));
     test(

@@ -24,13 +24,9 @@ Case example(int i) {
 std::vector<unsigned char> results(const Case& c, const Kernels& kernels) {
   Inputs in;
   make_inputs(c, in);
-  mha::AttentionForward f;
-  static_cast<mha::AttentionProblem&>(f) = in.p;
-  std::vector<double> lse(in.lse.size()), lse_rest(in.lse.size());
-  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  const mha::AttentionForward f = forward_of(in);
   Workspace forward(kernels.attention_fwd_workspace(f, 3));
   kernels.attention_fwd(f, threads(3), forward.data.get());
-  in.p.lse = lse.data(), in.p.lse_rest = lse_rest.data();
   Outputs o = make_outputs(c, c.dtype, in.p);
   Workspace backward(kernels.attention_bwd_workspace(in.p, 2));
   kernels.attention_bwd(in.p, threads(2), backward.data.get());

@@ -56,10 +56,7 @@ void test(const Case& c) {
 void test_forward(const Case& c) {
   Inputs in;
   make_inputs(c, in);
-  mha::AttentionForward f;
-  static_cast<mha::AttentionProblem&>(f) = in.p;
-  std::vector<double> lse(in.lse.size()), lse_rest(in.lse.size());
-  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  const mha::AttentionForward f = forward_of(in);
   for (const Kernels* kernels : every_isa()) {
     auto bytes = [&](const mha::cpu::Threads& threads) {
       in.out.fill([] { return std::nan(""); });
@@ -104,10 +101,7 @@ void test_first_touch(DType dtype, int64_t heads, int64_t length, int threads) {
   c.dtype = dtype, c.B = 1, c.H = c.Hk = heads, c.Sq = c.Sk = length, c.D = c.Dv = 16;
   Inputs in;
   make_inputs(c, in);
-  mha::AttentionForward f;
-  static_cast<mha::AttentionProblem&>(f) = in.p;
-  std::vector<double> lse(in.lse.size()), lse_rest(in.lse.size());
-  f.out = in.out.t, f.lse = lse.data(), f.lse_rest = lse_rest.data();
+  const mha::AttentionForward f = forward_of(in);
   for (const Kernels* kernels : every_isa()) {
     const mha::cpu::Threads looking{threads, run_and_look};
     const std::string name = std::string(kernels->isa) + " " + c.text() + " on " + std::to_string(threads) + " threads";

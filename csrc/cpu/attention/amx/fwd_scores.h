@@ -3,8 +3,8 @@
 
 #include "../../tile/finite_rows.h"
 #include "../../tile/stored_head.h"
-#include "dropped.h"
 #include "fwd_space.h"
+#include "kept_keys.h"
 
 MHA_ISA_BEGIN
 
