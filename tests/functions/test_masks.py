@@ -68,6 +68,12 @@ def test_each_mask_by_its_definition(shape):
         assert torch.equal(got, expected), name
 
 
+def test_to_dense_finds_the_batch_size_in_any_tensor():
+    begin, end = torch.zeros(1, 4, dtype=torch.int64), torch.full((3, 4), 2)
+    for mask in (masks.Intervals(begin, end), masks.Intervals(begin.expand(3, 4), end[:1]), masks.Intervals(begin, end) & masks.Causal()):
+        assert mask.to_dense(4, 5).shape == (3, 1, 4, 5)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_and_of_every_pair_is_the_and_of_the_dense_forms(shape):
     kinds = list(zoo(*shape))

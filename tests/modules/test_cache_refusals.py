@@ -21,6 +21,11 @@ KINDS = {
 counts = torch.tensor
 ids = torch.zeros(B, 4, dtype=torch.int64)
 
+
+class Own(masks.Mask):
+    """That says nothing about caches."""
+
+
 # What is called, and what of the message does not depend on the kind of cache.
 CALLS = {
     "counts beyond the positions": (lambda c, q, k, v: c.append(k, v, counts([1, 9, 0])), r"counts are \[1, 9, 0\]; accepted: numbers from 0 to the 3 positions"),
@@ -30,6 +35,8 @@ CALLS = {
     "counts of bools": (lambda c, q, k, v: c.append(k, v, counts([True, True, False])), "counts is a bool tensor"),
     "counts of a string": (lambda c, q, k, v: c.append(k, v, "all"), "counts is a str; accepted: an integer tensor"),
     "counts of a wrong length": (lambda c, q, k, v: c.append(k, v, counts([1])), r"counts is a int64 tensor of shape \[1\]"),
+    "sparse counts": (lambda c, q, k, v: c.append(k, v, counts([1, 1, 1]).to_sparse()), "counts is a tensor of layout torch.sparse_coo"),
+    "counts on another device": (lambda c, q, k, v: c.append(k, v, counts([1, 1, 1]).to("meta")), "counts has a tensor on meta"),
     "lists": (lambda c, q, k, v: c.append([k], [v]), "k, v are a list, a list; a cache accepts two tensors"),
     "no values": (lambda c, q, k, v: c.attend(q, k, None), "k, v are a Tensor, a NoneType"),
     "sparse keys": (lambda c, q, k, v: c.append(k.to_sparse(), v), "k is a tensor of layout torch.sparse_coo"),
@@ -59,6 +66,7 @@ CALLS = {
     "documents of other sequences": (lambda c, q, k, v: c.attend(q, k, v, mask=masks.Documents(ids.repeat(2, 9))), r"ids of shape \[6,36\]"),
     "padding of other sequences": (lambda c, q, k, v: c.attend(q, k, v, mask=masks.Padding(counts([1, 2]))), "Padding was given a tensor of shape"),
     "a name as mask": (lambda c, q, k, v: c.attend(q, k, v, mask="causal"), "mask is a str"),
+    "a mask of one's own": (lambda c, q, k, v: c.attend(q, k, v, mask=Own()), "Own was given with a cache; accepted: the masks of mha_ext.masks"),
     "a bias of other heads": (lambda c, q, k, v: c.attend(q, k, v, bias=biases.ALiBi(torch.ones(5))), "ALiBi is for 5 heads but q has 6"),
     "a bias of few columns": (lambda c, q, k, v: c.attend(q, k, v, bias=torch.zeros(3, 4)), "bias covers 4 positions"),
     "a bias of ints": (lambda c, q, k, v: c.attend(q, k, v, bias=torch.zeros(3, 12, dtype=torch.int64)), "bias is a int64 tensor"),
@@ -81,6 +89,7 @@ CALLS = {
     "a negative order": (lambda c, q, k, v: c.reorder(counts([0, -1])), r"indices are \[0, -1\]; accepted: numbers of sequences, 0 to 2"),
     "an order that is not there": (lambda c, q, k, v: c.reorder(counts([0, 1, 3])), r"indices are \[0, 1, 3\]"),
     "an order on another device": (lambda c, q, k, v: c.reorder(counts([0, 1, 2]).to("meta")), "indices has a tensor on meta"),
+    "a sparse order": (lambda c, q, k, v: c.reorder(counts([0, 1, 2]).to_sparse()), "indices is a tensor of layout torch.sparse_coo"),
     "sparse queries": (lambda c, q, k, v: c.attend(q.to_sparse(), k, v), "q is a tensor of layout torch.sparse_coo"),
     "an order of floats": (lambda c, q, k, v: c.reorder(torch.zeros(3)), "indices is a float32 tensor"),
     "more than there is room": (lambda c, q, k, v: c.append(k.repeat(1, 1, 5, 1), v.repeat(1, 1, 5, 1)), "15 positions were"),
@@ -142,6 +151,7 @@ def test_no_pages_left():
             {"dtype": torch.int8, "k_scale": torch.tensor([1.0, -1.0])},
             "k_scale has numbers that are not positive and finite",
         ),
+        ({"dtype": torch.int8, "k_scale": torch.tensor([1.0, 0.0])}, "k_scale has numbers that are not positive"),
         ({"dtype": torch.int8, "v_scale": torch.tensor([torch.nan, 1.0])}, "v_scale has numbers that are not positive"),
         (
             {"dtype": torch.int8, "k_scale": torch.ones(3)},
