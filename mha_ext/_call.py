@@ -27,7 +27,8 @@ class Given(NamedTuple):
     v: Tensor
     mask: masks.Mask | Tensor | None
     bias: Tensor | biases.Bias | None
-    keys: int | None = None  # how many, where k and v are pages
+    keys: int | None = None  # of a cache: how many
+    scales: tuple[Tensor, ...] = ()  # of a cache of 8 bits
 
 
 # Is told of each call before it runs, if there is one: explain.py prints plans where MHA_EXT_LOG asks.

@@ -305,10 +305,13 @@ def one_tensor(x: Tensor, name: str, shape: str, dim: int, without_cuda: str | N
 
 def number(name: str, x: Any) -> float:
     """x as the ops take it; numpy's scalars are numbers, too."""
-    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(x, (float, torch.SymInt, torch.SymFloat)):
         return x  # type: ignore[return-value]  # a symbolic number does what a number does
     if isinstance(x, numbers.Real):
-        return float(x)
+        try:
+            return float(x)
+        except OverflowError:
+            raise ValueError(f"{name} is an {type(x).__name__} beyond the largest float; accepted: a number.") from None
     fix = ": multiply q by it if it is to be learned, or use .item()" if name == "scale" else ""
     fix = fix or (": use .item()" if isinstance(x, Tensor) else "")
     raise TypeError(f"{name} is {given(x)}; accepted: a number{fix}.")
@@ -319,6 +322,12 @@ def whole(x: Any) -> int | None:
     if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
         return x  # type: ignore[return-value]  # a SymInt does what an int does
     return int(x) if isinstance(x, numbers.Integral) and not isinstance(x, bool) else None
+
+
+def at_least(least: int, x: Any) -> int | None:
+    """x if it is a whole number from least on that the ops and tensors hold; else None."""
+    n = whole(x)
+    return n if n is not None and least <= n < 2**63 else None
 
 
 def scale(x: Any) -> float:
@@ -343,9 +352,9 @@ def softcap(c: Any) -> float:
 
 
 def size(name: str, x: Any, least: int = 1) -> int:
-    n = whole(x)
-    if n is None or n < least:
-        raise (TypeError if n is None else ValueError)(f"{name} is {given(x)}; accepted: an int >= {least}.")
+    n = at_least(least, x)
+    if n is None:
+        raise (TypeError if whole(x) is None else ValueError)(f"{name} is {given(x)}; accepted: an int >= {least}.")
     return n
 
 

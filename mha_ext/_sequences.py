@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import _call, _checks, _ops, biases, masks
@@ -83,12 +82,12 @@ def _longest(lengths: Tensor, given: int | None, side: str) -> int:
     """The bound of the lengths."""
     if given is None:
         return int(lengths.max()) if lengths.shape[0] > 0 else 0
-    name = f"max_seqlen_{side}"
-    if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)) or given < 0:
+    name, bound = f"max_seqlen_{side}", _checks.at_least(0, given)
+    if bound is None:
         raise ValueError(f"{name} is {_checks.given(given)}; accepted: an int >= 0, or None.")
-    if lengths.shape[0] > 0 and _checks.values_known(lengths) and int(lengths.max()) > given:
+    if lengths.shape[0] > 0 and _checks.values_known(lengths) and int(lengths.max()) > bound:
         raise ValueError(
             f"{name} is {given} but cu_seqlens_{side} has a sequence of {int(lengths.max())}; accepted: a bound of all "
             "lengths."
         )
-    return given
+    return bound

@@ -105,7 +105,8 @@ def attention_cached(
     k_scale, v_scale = _scale(k_scale, "k_scale", k, B), _scale(v_scale, "v_scale", k, B)
     call = Call(q, k, v, added, *args, *NOT_PACKED, sinks, scale, softcap)
     if _call.listener is not None:
-        _call.tell(call, "attention_cached", *given, Sk)
+        scales = tuple(x for x in (k_scale, v_scale) if x is not None)
+        _call.tell(call, "attention_cached", *given, Sk, scales)
     if _checks.is_dtensor(q):
         rules = _call.sharding()
         call = rules.replicated_call(call)

@@ -126,7 +126,7 @@ def _sizes(given: Given, call: Call) -> tuple[int, int, int]:
 
 
 def _in_words(given: Given, call: Call) -> str:
-    (name, q, k, v, mask, bias, keys), (B, Sq, Sk) = given, _sizes(given, call)
+    (name, q, k, v, mask, bias, keys, _), (B, Sq, Sk) = given, _sizes(given, call)
     words = (
         f"{name} of q {text(q.shape)}, k {text(k.shape)}, v {text(v.shape)} in {name_of(call.q.dtype)} on {q.device}"
     )
@@ -161,6 +161,7 @@ def plan_of(given: Given, call: Call) -> Plan:
         output += rows * Sk * q.element_size()
     inputs = q, call.bias, call.sinks, *mixes, *args
     keys = _bytes(k) + _bytes(v) if given.keys is None else B * k.shape[1] * Sk * (D + Dv) * k.element_size()
+    keys += sum(4 * B * k.shape[1] * Sk if x.dim() == 3 else _bytes(x) for x in given.scales)  # one of each key, or of each head
     work = 2 * H * (D + Dv + H * len(mixes))  # of one pair of query and key
     return Plan(
         call=_in_words(given, call),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import given
+from .._checks import at_least, given
 from .library import library
 
 library.define(
@@ -53,7 +53,7 @@ def dropout_part(*, batch: int = 0, head: int = 0, query: int = 0, key: int = 0)
         ValueError: numbers below 0, or a key that is no multiple of 4.
     """
     place = batch, head, query, key
-    if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in place) or key % 4:
+    if any(at_least(0, x) is None for x in place) or key % 4:
         raise ValueError(
             f"batch, head, query, key are {', '.join(map(given, place))}; accepted: numbers from 0, key a multiple of 4."
         )

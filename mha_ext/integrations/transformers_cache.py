@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..nn._cache_checks import is_int
 from ..nn.kv_cache import KVCache
 from ..nn.paged_kv_cache import PagedKVCache
 from . import transformers as integration
@@ -59,7 +58,7 @@ class DecodingCache(Cache):
                 f"config is {_checks.given(config)}; accepted: a model's config: DecodingCache(model.config)."
             )
         for name, size, least in (("page_size", page_size, 1), ("capacity", capacity, 0)):
-            if size is not None and (not is_int(size) or size < least):
+            if size is not None and _checks.at_least(least, size) is None:
                 raise ValueError(f"{name} is {size!r}; DecodingCache accepts an int >= {least}.")
         if dtype is not None and dtype not in (torch.int8, torch.float8_e4m3fn):
             raise TypeError(f"dtype is {dtype!r}; DecodingCache accepts torch.int8, torch.float8_e4m3fn or None.")

@@ -145,8 +145,8 @@ class Dilated(_BlockPattern):
     distances 0, dilation, ..., window * dilation on both sides."""
 
     def __init__(self, window: int, dilation: int, block_size: int = 64):
-        blocks = _checks.whole(window)
-        if blocks is None or blocks < 0:
+        blocks = _checks.at_least(0, window)
+        if blocks is None:
             raise ValueError(f"window is {_checks.given(window)}; accepted: an int >= 0.")
         self.window, self.dilation = blocks, _positive("dilation", dilation)
         self.block_size = _positive("block_size", block_size)
@@ -156,14 +156,14 @@ class Dilated(_BlockPattern):
 
     def _rule(self, i: Tensor, j: Tensor) -> Tensor:
         distance = (i - j).abs()
-        return (distance <= self.window * self.dilation) & (distance % self.dilation == 0)
+        return (distance <= min(self.window * self.dilation, 2**62)) & (distance % self.dilation == 0)
 
     def __repr__(self) -> str:
         return f"Dilated({self.window}, {self.dilation}, {self.block_size})"
 
 
 def _positive(name: str, x: int) -> int:
-    n = _checks.whole(x)
-    if n is None or n < 1:
+    n = _checks.at_least(1, x)
+    if n is None:
         raise ValueError(f"{name} is {_checks.given(x)}; accepted: a positive int.")
     return n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +15,15 @@ if TYPE_CHECKING:
     from .kv_cache import KVCache
 
 
-def is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def check_sizes(owner: str, sizes: dict[str, Any], window: Any, dtype: Any) -> None:
+def positive(owner: str, **sizes: Any) -> list[int]:
     for name, size in sizes.items():
-        if not is_int(size) or size < 1:
+        if _checks.at_least(1, size) is None:
             raise ValueError(f"{name} is {size!r}; {owner} accepts a positive int.")
-    capacity = sizes["capacity"]
-    if window is not None and (not is_int(window) or not 0 <= window < capacity):
+    return [int(size) for size in sizes.values()]  # also numpy's
+
+
+def check_kind(owner: str, capacity: int, window: Any, dtype: Any) -> None:
+    if window is not None and (_checks.at_least(0, window) is None or window >= capacity):
         raise ValueError(
             f"window is {window!r} and capacity {capacity}; {owner} accepts a window from 0 to capacity - 1, or None."
         )
@@ -69,32 +69,36 @@ def check_scale(x: Any, name: str, dtype: torch.dtype, B: int, Hk: int, device: 
     return x.to(device, torch.float32).expand(B, Hk).clone()
 
 
-def per_sequence(cache: KVCache, x: Any, name: str) -> Tensor:
-    """Integers [B] on the cache's device."""
-    B = cache.batch
+def _tensor(x: Any, name: str, accepted: str) -> Tensor:
+    """A tensor, or a number or numbers as one."""
     if not isinstance(x, Tensor):
         try:
             x = torch.as_tensor(x)
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{name} is a {type(x).__name__}; accepted: an integer tensor [B] = [{B}].") from None
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"{name} is a {type(x).__name__}; accepted: {accepted}.") from None
+        x = x if x.numel() else x.to(torch.int64)  # torch takes what no number is for floats
     _checks.dense(x, name)
-    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or x.shape != (B,):
-        raise ValueError(f"{name} is {_checks.given(x)}; accepted: an integer tensor [B] = [{B}].")
-    _checks.same_device(x, name, cache.lengths.device)
+    return x
+
+
+def _integers(x: Any, name: str, accepted: str, fits: Callable[[Tensor], bool]) -> Tensor:
+    x = _tensor(x, name, accepted)
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool or not fits(x):
+        raise ValueError(f"{name} is {_checks.given(x)}; accepted: {accepted}.")
     return x.to(torch.int64)
+
+
+def per_sequence(cache: KVCache, x: Any, name: str) -> Tensor:
+    """Integers [B] on the cache's device."""
+    B = cache.batch
+    x = _integers(x, name, f"an integer tensor [B] = [{B}]", lambda x: x.shape == (B,))
+    _checks.same_device(x, name, cache.lengths.device)
+    return x
 
 
 def an_order(cache: KVCache, x: Any) -> Tensor:
     """Numbers of sequences, as many as there are to be, as int64 [N] on the cache's device."""
-    if not isinstance(x, Tensor):
-        try:
-            x = torch.as_tensor(x)
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"indices is a {type(x).__name__}; accepted: an integer tensor [N].") from None
-    _checks.dense(x, "indices")
-    integers = not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
-    if not integers or x.dim() != 1 or x.shape[0] == 0:
-        raise ValueError(f"indices is {_checks.given(x)}; accepted: an integer tensor [N], N >= 1.")
+    x = _integers(x, "indices", "an integer tensor [N], N >= 1", lambda x: x.dim() == 1 and x.shape[0] > 0)
     if x.shape[0] != cache.batch and torch.compiler.is_compiling():
         raise ValueError(
             f"indices has length {x.shape[0]} and the cache {cache.batch} sequences; compiled code accepts one for each: "
@@ -102,7 +106,7 @@ def an_order(cache: KVCache, x: Any) -> Tensor:
         )
     _checks.same_device(x, "indices", cache.lengths.device)
     in_range(x, 0, cache.batch - 1, "indices", f"numbers of sequences, 0 to {cache.batch - 1}")
-    return x.to(torch.int64)
+    return x
 
 
 def in_range(x: Tensor, low: int, high: int | None, name: str, accepted: str) -> None:
@@ -114,15 +118,15 @@ def in_range(x: Tensor, low: int, high: int | None, name: str, accepted: str) ->
 def some_sequences(cache: KVCache, x: Any) -> Tensor:
     """Numbers of sequences, or a bool tensor [B], as an index."""
     B, device = cache.batch, cache.lengths.device
-    given = x
-    if is_int(x) or (isinstance(x, (list, tuple, range)) and all(map(is_int, x))):
-        x = torch.tensor([x] if is_int(x) else list(x), dtype=torch.int64)
-    integers = isinstance(x, Tensor) and not (x.dtype.is_floating_point or x.dtype.is_complex) and x.dim() <= 1
-    if not integers or (x.dtype == torch.bool and x.shape != (B,)):
-        what = _checks.given(x) if isinstance(x, Tensor) else repr(given)
-        raise TypeError(f"sequences is {what}; accepted: a number, numbers of sequences, or a bool tensor [B] = [{B}].")
+    accepted = f"a number, numbers of sequences, or a bool tensor [B] = [{B}]"
+    x = _tensor(x, "sequences", accepted)
     if x.dtype != torch.bool:
+        x = _integers(x, "sequences", accepted, lambda x: x.dim() <= 1)
         in_range(x, 0, B - 1, "sequences", f"numbers of sequences, 0 to {B - 1}")
+    elif x.shape != (B,):
+        raise ValueError(f"sequences is {_checks.given(x)}; accepted: {accepted}.")
+    if x.is_meta and device.type != "meta":
+        _checks.same_device(x, "sequences", device)
     return x.to(device)
 
 

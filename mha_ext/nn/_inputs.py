@@ -23,7 +23,7 @@ def pair(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     both = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(both) != 2 or any(n is not None and (type(n) is bool or not isinstance(n, int) or n < 0) for n in both):
+    if len(both) != 2 or any(n is not None and (_checks.whole(n) is None or n < 0) for n in both):
         raise (ValueError if isinstance(window, (int, tuple)) else TypeError)(
             f"window is {_checks.given(window)}; accepted: an int >= 0, or a pair (left, right) of such ints or None."
         )

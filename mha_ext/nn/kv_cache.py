@@ -16,12 +16,13 @@ from ..functional import attention
 from ..masks.places import Lowered, Places, at
 from ._cache_checks import (
     an_order,
+    check_kind,
     check_new,
     check_queries,
     check_scale,
-    check_sizes,
     in_range,
     per_sequence,
+    positive,
     some_sequences,
 )  # fmt: skip
 
@@ -86,10 +87,12 @@ class KVCache(torch.nn.Module):
         v_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
-        value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"batch": batch, "capacity": capacity, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_sizes(type(self).__name__, sizes | {"value_dim": value_dim}, window, dtype)
+        owner, dtype = type(self).__name__, torch.get_default_dtype() if dtype is None else dtype
+        batch, capacity, num_kv_heads, head_dim, value_dim = positive(
+            owner, batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+        )  # fmt: skip
+        check_kind(owner, capacity, window, dtype)
         self.batch, self.capacity, self.num_kv_heads, self.window = batch, capacity, num_kv_heads, window
         self.quantised = dtype in QUANTISED
         first, slots = self._storage()
@@ -188,7 +191,7 @@ class KVCache(torch.nn.Module):
         if isinstance(lengths, int) and not isinstance(lengths, bool):
             if lengths < 0:
                 raise ValueError(f"lengths is {lengths}; truncate() accepts numbers >= 0: the positions that stay.")
-            shorter = self.lengths.clamp(max=lengths)
+            shorter = self.lengths.clamp(max=min(lengths, torch.iinfo(torch.int64).max))
         else:
             lengths = per_sequence(self, lengths, "lengths")
             in_range(lengths, 0, None, "lengths", "numbers >= 0: the positions that stay")
@@ -383,7 +386,7 @@ class KVCache(torch.nn.Module):
         return [x if scale is None else (x.float() * scale[..., None]).to(dtype) for x, scale in pairs]
 
     def _window(self, window: int | None) -> int | None:
-        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
+        if window is not None and _checks.at_least(0, window) is None:
             raise ValueError(f"window is {window!r}; accepted: an int >= 0, or None for the cache's own.")
         if self.window is None or window is None:
             return self.window if window is None else window

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _checks
 from ..cached import attention_cached
 from ..functional import attention
-from ._cache_checks import is_int
+from ._cache_checks import positive
 from .kv_cache import KVCache, _bytes
 
 
@@ -56,12 +57,11 @@ class PagedKVCache(KVCache):
     ) -> None:
         if options.get("window") is not None:
             raise ValueError("window was given; PagedKVCache has none: truncating at the front needs a KVCache.")
-        sizes = {"batch": batch, "capacity": capacity, "page_size": page_size, "pages": 1 if pages is None else pages}
-        for name, size in sizes.items():
-            if not is_int(size) or size < 1:
-                raise ValueError(f"{name} is {size!r}; PagedKVCache accepts a positive int.")
+        batch, capacity, page_size, given = positive(
+            "PagedKVCache", batch=batch, capacity=capacity, page_size=page_size, pages=1 if pages is None else pages
+        )
         columns = -(-capacity // page_size)
-        pages = batch * columns if pages is None else pages
+        pages = batch * columns if pages is None else given
         self.page_size, self.pages = page_size, pages
         super().__init__(batch, columns * page_size, num_kv_heads, head_dim, **options)
         with torch.inference_mode(False):
@@ -85,7 +85,7 @@ class PagedKVCache(KVCache):
         Raises:
             ValueError: the capacity or the pool is too small.
         """
-        if not is_int(n) or n < 0:
+        if _checks.at_least(0, n) is None:
             raise ValueError(f"n is {n!r}; reserve() accepts a number of positions, an int >= 0.")
         if self._lacks(n):
             self._give_back()

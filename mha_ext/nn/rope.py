@@ -195,7 +195,7 @@ class RotaryEmbedding(NotScriptable, torch.nn.Module):
                 raise ValueError(f"start has shape {_checks.text(start.shape)}; accepted: [B] = [{x.shape[0]}], or an int.")
             _checks.same_device(start, "start", x.device)
             start = start[:, None, None]
-        elif isinstance(start, bool) or not isinstance(start, (int, torch.SymInt)):
+        elif _checks.at_least(-(2**63), start) is None:
             raise TypeError(f"start is {_checks.given(start)}; accepted: an int, or an integer tensor [B].")
         return torch.arange(x.shape[-2], device=x.device) + start
 

@@ -357,16 +357,17 @@ def test_a_plan_of_packed_sequences():
     assert plan.memory == out_and_statistics + plan.workspace[0]
 
 
-@pytest.mark.parametrize("stored", [torch.int8, torch.float32], ids=str)
-def test_a_plan_of_a_cache(stored):
+@pytest.mark.parametrize("stored,scales_of", [(torch.int8, (2, 2)), (torch.int8, (7, 2, 8)), (torch.float32, None)], ids=str)
+def test_a_plan_of_a_cache(stored, scales_of):
     q, table = torch.randn(2, 4, 1, 16), torch.tensor([[0, 5, 1], [3, 2, 4]])
     k, v = (torch.zeros(7, 2, 8, n, dtype=stored) for n in (16, 8))
-    scales = {name: torch.ones(2, 2) for name in ("k_scale", "v_scale") if stored == torch.int8}
+    scales = {name: torch.ones(scales_of) for name in ("k_scale", "v_scale") if scales_of}
+    read = 2 * 4 * {None: 0, (2, 2): 2 * 2, (7, 2, 8): 2 * 2 * 24}[scales_of]  # pages: those of the tables alone
     plan = plan_during(lambda: mha_ext.attention_cached(q, k, v, block_table=table, **scales))
     assert plan.call == "attention_cached of q [2,4,1,16], k [7,2,8,16], v [7,2,8,8] in float32 on cpu, up to 24 keys in " + str(stored)[6:]
     assert plan.kernel == f"attention_cached on the CPU, {mha_ext._ops.cpu_isa()}" and plan.blocks is plan.efficiency is None
     assert plan.flops == 2 * 2 * 4 * 24 * (16 + 8) and plan.memory == 2 * 4 * (8 + 2) * 4
-    assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) * stored.itemsize + plan.memory
+    assert plan.bytes_moved == q.nbytes + 2 * 2 * 24 * (16 + 8) * stored.itemsize + read + plan.memory
     assert "blocks" not in str(plan) and "workspace" not in str(plan) and "busy" not in str(plan)
 
 

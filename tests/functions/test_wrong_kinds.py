@@ -31,7 +31,8 @@ def kinds() -> dict:
     with_values = torch.quantize_per_tensor(torch.rand(S, S), 0.1, 0, torch.quint8)
     return {
         "None": None, "str": "x", "list": [1.5], "tuple": (1, 2, 3), "dict": {}, "object": object(), "float": 2.5, "nan": float("nan"),
-        "inf": float("inf"), "int": 3, "negative": -1, "bool": True, "complex": 1j, "numpy": numpy.ones((S, S)),
+        "inf": float("inf"), "int": 3, "negative": -1, "bool": True, "huge": 2**70,
+        "beyond floats": 10**400, "empty list": [], "complex": 1j, "numpy": numpy.ones((S, S)),
         "0-d": torch.tensor(1.5), "5-d": randn(2, 1, 1, 3, 7), "int tensor": ones(S, S), "bool tensor": ones(S, S, dtype=torch.bool),
         "complex tensor": torch.ones(B, H, S, D, dtype=torch.complex64), "float8 tensor": randn(B, H, S, D).to(torch.float8_e4m3fn),
         "sparse": torch.eye(S).to_sparse(), "sparse 3-d": torch.ones(B, S, E).to_sparse(),
@@ -44,7 +45,7 @@ def kinds() -> dict:
 
 FLAGS = {"bool"}
 SIZES = {"int"}
-NUMBERS = {"int", "float", "negative", "bool"}
+NUMBERS = {"int", "float", "negative", "bool", "huge"}
 OPTIONAL = {"None"}
 
 
@@ -63,7 +64,7 @@ SCORES = {
     "mask": masks.Causal(), "bias": randn(S, S), "scale": 0.5, "softcap": 2.0, "sinks": randn(H),
 }  # fmt: skip
 SCORES_WORK = {
-    "mask": OPTIONAL | {"bool tensor"}, "bias": OPTIONAL, "scale": OPTIONAL | NUMBERS, "softcap": {"int", "float", "bool"},
+    "mask": OPTIONAL | {"bool tensor"}, "bias": OPTIONAL, "scale": OPTIONAL | NUMBERS, "softcap": {"int", "float", "bool", "huge"},
     "sinks": OPTIONAL,
 }  # fmt: skip
 DROPOUT = {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}
@@ -139,8 +140,8 @@ SELF = {
     "sinks": True, "device": "cpu", "dtype": torch.float32,
 }  # fmt: skip
 SELF_WORKS = {
-    "d_model": SIZES, "num_heads": set(), "num_kv_heads": OPTIONAL, "head_dim": OPTIONAL, "window": OPTIONAL | {"int"},
-    "dropout": {"bool"}, "softcap": {"int", "float", "bool"}, "rope_base": {"int", "float", "bool"}, "rope_scaling": OPTIONAL,
+    "d_model": SIZES, "num_heads": set(), "num_kv_heads": OPTIONAL, "head_dim": OPTIONAL, "window": OPTIONAL | {"int", "huge", "beyond floats"},
+    "dropout": {"bool"}, "softcap": {"int", "float", "bool", "huge"}, "rope_base": {"int", "float", "bool", "huge"}, "rope_scaling": OPTIONAL,
     "device": OPTIONAL, "dtype": OPTIONAL,
     **dict.fromkeys(("bias", "rope", "qk_norm", "causal", "packed", "talking_heads", "head_communication", "sinks"), FLAGS),
 }  # fmt: skip
@@ -153,7 +154,7 @@ TORCHS_WORK = {
     "embed_dim": set(), "kdim": OPTIONAL | SIZES, "vdim": OPTIONAL | SIZES, "dropout": {"bool"}, "device": OPTIONAL, "dtype": OPTIONAL,
     **dict.fromkeys(("bias", "add_bias_kv", "add_zero_attn", "batch_first"), FLAGS),
 }  # fmt: skip
-NUMBERS = {"int", "float", "bool"}
+NUMBERS = {"int", "float", "bool", "huge"}
 YARN = {"factor": 2.0, "original_length": 64, "fast": 16.0, "slow": 0.5, "attention_factor": 1.5}
 LLAMA3 = {"factor": 2.0, "original_length": 64, "low": 0.5, "high": 8.0}
 CONSTRUCTORS = {
@@ -164,7 +165,7 @@ CONSTRUCTORS = {
     "LinearScaling": Case(nn.LinearScaling, {"factor": 2.0}, {"factor": NUMBERS}),
     "NTKScaling": Case(nn.NTKScaling, {"factor": 2.0}, {"factor": NUMBERS}),
     "YaRNScaling": Case(nn.YaRNScaling, YARN, dict.fromkeys(YARN, NUMBERS) | {"attention_factor": OPTIONAL | NUMBERS}),
-    "Llama3Scaling": Case(nn.Llama3Scaling, LLAMA3, dict.fromkeys(LLAMA3, NUMBERS)),
+    "Llama3Scaling": Case(nn.Llama3Scaling, LLAMA3, dict.fromkeys(LLAMA3, NUMBERS) | {"low": NUMBERS - {"huge"}}),
 }  # fmt: skip
 
 x3 = randn(B, S, E)
@@ -196,7 +197,7 @@ FORWARDS = {
 }  # fmt: skip
 MASKS = {
     "Causal": Case(masks.Causal, {"align": "top_left"}),
-    "Window": Case(masks.Window, {"left": 1, "right": 1}, dict.fromkeys(("left", "right"), OPTIONAL | {"int"})),
+    "Window": Case(masks.Window, {"left": 1, "right": 1}, dict.fromkeys(("left", "right"), OPTIONAL | {"int", "huge", "beyond floats"})),
     "Padding": Case(masks.Padding, {"key_lengths": torch.tensor([3, 4])}, {"key_lengths": {"tuple"}}, {"key_lengths": {"Padding"}}),
     "Dense": Case(masks.Dense, {"tensor": ones(S, S, dtype=torch.bool)}, {"tensor": {"bool tensor"}}, {"tensor": {"mask"}}),
     "Documents": Case(masks.Documents, {"ids": ones(B, S)}, {"ids": {"int tensor"}}, {"ids": {"Documents"}}),

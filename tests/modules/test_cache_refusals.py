@@ -44,11 +44,14 @@ CALLS = {
     "another head size": (lambda c, q, k, v: c.append(k[..., :8], v), r"k, v have shapes \[3,2,3,8\]"),
     "fewer values": (lambda c, q, k, v: c.append(k, v[:, :, :2]), "k, v have shapes"),
     "another type": (lambda c, q, k, v: c.append(k.double(), v.double()), "k, v are float64, float64"),
+    "keys on another device": (lambda c, q, k, v: c.append(k.to("meta"), v), "k, v are on meta, cpu and the cache on cpu; accepted: one device"),
+    "values on another device": (lambda c, q, k, v: c.append(k, v.to("meta")), "k, v are on cpu, meta and the cache on cpu; accepted: one device"),
     "another device": (lambda c, q, k, v: c.append(k.to("meta"), v.to("meta")), "accepted: one device"),
     "no queries": (lambda c, q, k, v: c.attend(None, k, v), "q is a NoneType; accepted: a tensor"),
     "more queries than keys": (lambda c, q, k, v: c.attend(torch.cat([q, q[:, :, :1]], 2), k, v), "one query for each new key"),
     "fewer queries": (lambda c, q, k, v: c.attend(q[:, :, 1:], k, v), "one query for each new key"),
     "heads that do not divide": (lambda c, q, k, v: c.attend(q[:, :5], k, v), "H a multiple of Hk = 2"),
+    "no heads": (lambda c, q, k, v: c.attend(q[:, :0], k, v), "H a multiple of Hk = 2"),
     "queries of another size": (lambda c, q, k, v: c.attend(q[..., :8], k, v), r"q has shape \[3,6,3,8\]"),
     "queries of another type": (lambda c, q, k, v: c.attend(q.half(), k, v), "q is float16 and k float32"),
     "queries on another device": (lambda c, q, k, v: c.attend(q.to("meta"), k, v), "q is on meta and the cache on cpu"),
@@ -77,11 +80,18 @@ CALLS = {
     "negative lengths": (lambda c, q, k, v: c.truncate(counts([1, -1, 2])), r"lengths are \[1, -1, 2\]"),
     "lengths of others": (lambda c, q, k, v: c.truncate(counts([1])), "lengths is a int64 tensor of shape"),
     "a true length": (lambda c, q, k, v: c.truncate(True), "lengths is a bool tensor"),
-    "a sequence that is not there": (lambda c, q, k, v: c.reset(3), r"sequences are \[3\]; accepted: numbers of sequences, 0 to 2"),
+    "a sequence that is not there": (lambda c, q, k, v: c.reset(3), "sequences are 3; accepted: numbers of sequences, 0 to 2"),
     "a negative sequence": (lambda c, q, k, v: c.reset([0, -1]), r"sequences are \[0, -1\]"),
-    "sequences as text": (lambda c, q, k, v: c.reset("all"), "sequences is 'all'; accepted: a number, numbers of sequences"),
+    "sequences as text": (lambda c, q, k, v: c.reset("all"), "sequences is a str; accepted: a number, numbers of sequences"),
     "half a sequence": (lambda c, q, k, v: c.reset(torch.tensor(0.5)), "sequences is a float32 tensor"),
     "flags of others": (lambda c, q, k, v: c.reset(torch.ones(2, dtype=torch.bool)), "sequences is a bool tensor"),
+    "sequences of pairs": (lambda c, q, k, v: c.reset(counts([[0, 1]])), r"sequences is a int64 tensor of shape \[1,2\]"),
+    "sparse sequences": (lambda c, q, k, v: c.reset(counts([0, 1]).to_sparse()), "sequences is a tensor of layout torch.sparse_coo"),
+    "sparse flags": (lambda c, q, k, v: c.reset(counts([True, False, True]).to_sparse()), "sequences is a tensor of layout torch.sparse_coo"),
+    "sequences on another device": (lambda c, q, k, v: c.reset(counts([0, 1]).to("meta")), "sequences has a tensor on meta"),
+    "more than any sequence": (lambda c, q, k, v: c.reset([0, 2**70]), "sequences is a list; accepted: a number, numbers of sequences"),
+    "more than any window": (lambda c, q, k, v: c.attend(q, k, v, window=2**70), f"window is {2**70}; accepted: an int >= 0"),
+    "more than any length": (lambda c, q, k, v: c.truncate([1, 2, 2**70]), "lengths is a list; accepted: an integer tensor"),
     "an order of pairs": (lambda c, q, k, v: c.reorder(counts([[0, 1, 2]])), r"indices is a int64 tensor of shape \[1,3\]; accepted: an integer tensor \[N\]"),
     "an order of none": (lambda c, q, k, v: c.reorder(counts([], dtype=torch.int64)), r"indices is a int64 tensor of shape \[0\]"),
     "an order as text": (lambda c, q, k, v: c.reorder("best"), "indices is a str; accepted: an integer tensor"),
@@ -122,6 +132,20 @@ def test_a_refusal_changes_nothing(call, kind):
     assert same(state_of(cache), before)
 
 
+@torch.no_grad()
+def test_what_numbers_may_be():
+    _, k, v = test_cache.whole(length=4)
+    for sequences in (1, range(1, 2), (1,), [False, True, False], torch.tensor([1], dtype=torch.uint64), torch.tensor(1)):
+        cache = KINDS["contiguous"]()
+        cache.append(k, v)
+        cache.reset(sequences)
+        assert cache.lengths.tolist() == [4, 0, 4]
+        cache.truncate(2**70)
+        cache.reset([])
+        cache.reorder(torch.tensor([2, 1], dtype=torch.uint64))
+        assert cache.lengths.tolist() == [4, 0]
+
+
 def test_no_pages_left():
     cache = nn.PagedKVCache(2, 12, 1, 4, page_size=4, pages=3)
     k = torch.ones(2, 1, 4, 4)
@@ -139,6 +163,7 @@ def test_no_pages_left():
     "options,message",
     [
         ({"batch": 0}, "batch is 0; KVCache accepts a positive int"),
+        ({"batch": 2**70}, f"batch is {2**70}; KVCache accepts a positive int"),
         ({"capacity": 2.0}, "capacity is 2.0; KVCache accepts a positive int"),
         ({"num_kv_heads": "2"}, "num_kv_heads is '2'"),
         ({"head_dim": True}, "head_dim is True"),
