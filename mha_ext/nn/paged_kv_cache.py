@@ -57,11 +57,9 @@ class PagedKVCache(KVCache):
     ) -> None:
         if options.get("window") is not None:
             raise ValueError("window was given; PagedKVCache has none: truncating at the front needs a KVCache.")
-        batch, capacity, page_size, given = positive(
-            "PagedKVCache", batch=batch, capacity=capacity, page_size=page_size, pages=1 if pages is None else pages
-        )
+        batch, capacity, page_size = positive("PagedKVCache", batch=batch, capacity=capacity, page_size=page_size)
         columns = -(-capacity // page_size)
-        pages = batch * columns if pages is None else given
+        (pages,) = positive("PagedKVCache", pages=batch * columns if pages is None else pages)
         self.page_size, self.pages = page_size, pages
         super().__init__(batch, columns * page_size, num_kv_heads, head_dim, **options)
         with torch.inference_mode(False):

@@ -68,12 +68,6 @@ def test_each_mask_by_its_definition(shape):
         assert torch.equal(got, expected), name
 
 
-def test_to_dense_finds_the_batch_size_in_any_tensor():
-    begin, end = torch.zeros(1, 4, dtype=torch.int64), torch.full((3, 4), 2)
-    for mask in (masks.Intervals(begin, end), masks.Intervals(begin.expand(3, 4), end[:1]), masks.Intervals(begin, end) & masks.Causal()):
-        assert mask.to_dense(4, 5).shape == (3, 1, 4, 5)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_and_of_every_pair_is_the_and_of_the_dense_forms(shape):
     kinds = list(zoo(*shape))
@@ -160,7 +154,12 @@ def test_to_dense_of_two_sizes_has_the_masks_own_batch_and_heads():
     assert masks.Causal().to_dense(5, 7).shape == (1, 1, 5, 7)
     assert padding.to_dense(5, 7).shape == (3, 1, 5, 7)
     assert torch.equal((padding & heads | masks.Causal()).to_dense(5, 5), (padding & heads | masks.Causal()).to_dense(3, 4, 5, 5))
-    assert masks.BlockSparse(torch.ones(2, 3, 2, 2, dtype=torch.bool), 4).to_dense(5, 5).shape == (2, 3, 5, 5)
+    for shape in ((2, 3, 2, 2), (1, 1, 2, 2), (2, 2)):
+        expected = (*shape[:-2], 5, 5) if len(shape) == 4 else (1, 1, 5, 5)
+        assert masks.BlockSparse(torch.ones(shape, dtype=torch.bool), 4).to_dense(5, 5).shape == expected
+    begin, end = torch.zeros(1, 4, dtype=torch.int64), torch.full((3, 4), 2)
+    for mask in (masks.Intervals(begin, end), masks.Intervals(begin.expand(3, 4), end[:1]), masks.Intervals(begin, end) & masks.Causal()):
+        assert mask.to_dense(4, 5).shape == (3, 1, 4, 5)
     with pytest.raises(TypeError, match="3 sizes; accepted: Sq, Sk, or B, H, Sq, Sk"):
         masks.Causal().to_dense(1, 5, 7)
 

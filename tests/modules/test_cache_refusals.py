@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import test_cache
 import torch
@@ -134,6 +135,12 @@ def test_a_refusal_changes_nothing(call, kind):
 
 @torch.no_grad()
 def test_what_numbers_may_be():
+    sizes = np.int64(B), np.int32(10), np.uint8(HK), np.int64(D)
+    with pytest.raises(ValueError, match="window was given; PagedKVCache has none"):
+        nn.PagedKVCache(*sizes, window=4)
+    assert nn.PagedKVCache(*sizes, page_size=np.int64(4)).block_table.shape == (B, 3)
+    assert nn.PagedKVCache(*sizes, page_size=4, pages=np.int16(5)).free_pages == 5
+    assert nn.KVCache(*sizes, value_dim=np.int64(DV)).v.shape == (B, HK, 10, DV)
     _, k, v = test_cache.whole(length=4)
     for sequences in (1, range(1, 2), (1,), [False, True, False], torch.tensor([1], dtype=torch.uint64), torch.tensor(1)):
         cache = KINDS["contiguous"]()
