@@ -376,6 +376,9 @@ class KVCache(torch.nn.Module):
     def _attention(self, q: Tensor, *, pre_mix: Any, post_mix: Any, **options: Any) -> Tensor:
         if pre_mix is not None or post_mix is not None:
             return attention(q, *self._plain(q.dtype), pre_mix=pre_mix, post_mix=post_mix, **options)
+        return self._in_place(q, **options)
+
+    def _in_place(self, q: Tensor, **options: Any) -> Tensor:
         if self.quantised:
             return attention_cached(q, self.k, self.v, k_scale=self.k_scale, v_scale=self.v_scale, **options)
         return attention(q, self.k, self.v, **options)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import _checks
 from ..cached import attention_cached
-from ..functional import attention
 from ._cache_checks import positive
 from .kv_cache import KVCache, _bytes
 
@@ -127,9 +126,7 @@ class PagedKVCache(KVCache):
     def _slots(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(self.block_table.gather(1, positions // self.page_size), positions % self.page_size)]
 
-    def _attention(self, q: Tensor, *, pre_mix: Any, post_mix: Any, **options: Any) -> Tensor:
-        if pre_mix is not None or post_mix is not None:
-            return attention(q, *self._plain(q.dtype), pre_mix=pre_mix, post_mix=post_mix, **options)
+    def _in_place(self, q: Tensor, **options: Any) -> Tensor:
         scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return attention_cached(q, self.k, self.v, block_table=self.block_table, **scales, **options)
 

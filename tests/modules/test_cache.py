@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
-from mha_ext import nn
+from mha_ext import masks, nn
 
 B, H, HK, D, DV = 3, 6, 2, 24, 17
 LENGTH = 170  # over several tiles of keys
@@ -70,6 +70,21 @@ def test_options(options):
     q, k, v = whole()
     out = in_steps(make(), q, k, v, [67, 64] + [1] * 10, **options)
     oracle.check({"out": out}, {"out": truth(q, k, v, **options)})
+
+
+@pytest.mark.parametrize("mix", ["pre_mix", "post_mix"])
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"dtype": torch.int8}], ids=str)
+def test_one_mix_alone(kind, mix):
+    q, k, v = (x.round() if "dtype" in kind else x for x in whole(length=40))  # whole numbers are exact in 8 bits
+    scales = {name: torch.ones(HK) for name in ("k_scale", "v_scale") if "dtype" in kind}
+    cache = (nn.PagedKVCache if "page_size" in kind else nn.KVCache)(B, 40, HK, D, value_dim=DV, **kind, **scales)
+    given = {mix: cases.randn(cases.generator(3), H, H)}
+    torch.testing.assert_close(in_steps(cache, q, k, v, [30, 1], **given), mha_ext.attention(q, k, v, mask=masks.Causal(), **given))
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedKVCache])
+def test_state_dicts_leave_caches_out(kind):
+    assert not kind(B, 8, HK, D, dtype=torch.int8).state_dict()
 
 
 def test_sinks():
