@@ -160,6 +160,8 @@ def test_to_dense_of_two_sizes_has_the_masks_own_batch_and_heads():
     begin, end = torch.zeros(1, 4, dtype=torch.int64), torch.full((3, 4), 2)
     for mask in (masks.Intervals(begin, end), masks.Intervals(begin.expand(3, 4), end[:1]), masks.Intervals(begin, end) & masks.Causal()):
         assert mask.to_dense(4, 5).shape == (3, 1, 4, 5)
+    with pytest.raises(TypeError, match="a mask was combined with int; & accepts mask objects and bool tensors"):
+        masks.Causal() & 3
     with pytest.raises(TypeError, match="3 sizes; accepted: Sq, Sk, or B, H, Sq, Sk"):
         masks.Causal().to_dense(1, 5, 7)
 

@@ -180,6 +180,35 @@ def test_modules_make_pages(options, window):
     assert (out - module(x)).abs().max() < (1e-5 if "dtype" not in options else 0.02)
 
 
+@torch.no_grad()
+def test_compiled_appends_need_room_in_every_sequence(fresh_compiler):
+    cache, k = nn.PagedKVCache(2, 16, 1, 4, page_size=4), torch.randn(2, 1, 4, 4)
+    append = torch.compile(lambda k: cache.append(k, k), backend="eager", fullgraph=True)
+    cache.append(k, k, torch.tensor([4, 2]))
+    without = r"1 positions were appended to a PagedKVCache without reserve\(1\) before"
+    with pytest.raises(RuntimeError, match=without):  # the second has room for two
+        append(k[:, :, :1])
+    cache.reserve(4)
+    append(k)
+    assert cache.lengths.tolist() == [8, 6]
+    with pytest.raises(RuntimeError, match=without):
+        append(k[:, :, :1])
+    cache.truncate(0)
+    with pytest.raises(RuntimeError, match=without):  # its pages went back
+        append(k[:, :, :1])
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@torch.no_grad()
+def test_a_shared_page_is_copied_where_the_pool_has_one():
+    cache, k = nn.PagedKVCache(1, 8, 1, 4, page_size=4, pages=1), torch.randn(1, 1, 2, 4)
+    cache.append(k, k)
+    cache.reorder(torch.tensor([0, 0]))
+    cache.reserve(0)
+    with pytest.raises(ValueError, match="1 more pages are needed and 0 of 1 are free"):
+        cache.append(k[:, :, :1].expand(2, -1, -1, -1), k[:, :, :1].expand(2, -1, -1, -1))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @torch.no_grad()
 def test_exported_steps_write_to_pages(strict, fresh_compiler):
