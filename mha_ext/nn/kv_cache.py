@@ -289,7 +289,7 @@ class KVCache(torch.nn.Module):
             shape = [*x.shape]
             shape[dim] = size
             with torch.inference_mode(False):
-                larger = x.new_empty(shape) if "scale" not in name else x.new_ones(shape)
+                larger = x.new_empty(shape)
                 _bytes(larger).narrow(dim, 0, x.shape[dim]).copy_(_bytes(x))
             setattr(self, name, larger)
 

@@ -82,6 +82,20 @@ def test_one_mix_alone(kind, mix):
     torch.testing.assert_close(in_steps(cache, q, k, v, [30, 1], **given), mha_ext.attention(q, k, v, mask=masks.Causal(), **given))
 
 
+@torch.no_grad()
+def test_compiled_appends_stop_at_the_capacity(fresh_compiler):
+    cache, k = nn.KVCache(2, 8, 1, 4), torch.randn(2, 1, 4, 4)
+    append = torch.compile(lambda k: cache.append(k, k), backend="eager", fullgraph=True)
+    cache.append(k, k, torch.tensor([4, 2]))
+    append(k)
+    assert cache.lengths.tolist() == [8, 6]
+    with pytest.raises(RuntimeError, match="positions were appended beyond a cache's capacity, 8"):  # one has room
+        append(k[:, :, :1])
+    with pytest.raises(ValueError, match="4 positions were appended to sequences of up to 8; accepted: up to the capacity, 8"):
+        cache.append(k, k)
+    assert cache.lengths.tolist() == [8, 6]
+
+
 @pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedKVCache])
 def test_state_dicts_leave_caches_out(kind):
     assert not kind(B, 8, HK, D, dtype=torch.int8).state_dict()
