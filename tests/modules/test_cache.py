@@ -83,6 +83,18 @@ def test_one_mix_alone(kind, mix):
 
 
 @torch.no_grad()
+def test_the_longest_sequence_decides_about_room():
+    cache, k = nn.KVCache(2, 8, 1, 4), torch.randn(2, 1, 4, 4)
+    for _ in range(2):
+        cache.append(k, k, torch.tensor([4, 1]))
+    with pytest.raises(ValueError, match="1 positions were appended to sequences of up to 8"):
+        cache.append(k[:, :, :1], k[:, :, :1])
+    cache.truncate(torch.tensor([4, 2]))
+    cache.append(k, k)
+    assert cache.lengths.tolist() == [8, 6]
+
+
+@torch.no_grad()
 def test_compiled_appends_stop_at_the_capacity(fresh_compiler):
     cache, k = nn.KVCache(2, 8, 1, 4), torch.randn(2, 1, 4, 4)
     append = torch.compile(lambda k: cache.append(k, k), backend="eager", fullgraph=True)
