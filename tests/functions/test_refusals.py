@@ -366,3 +366,9 @@ def test_cuda_without_cuda_says_why():
         x = torch.empty(1, 1, 2, 8, device="cuda")
         text = refusal(lambda: mha_ext.attention(x, x, x), "CUDA")
     assert _ops.without_cuda in text
+
+
+def test_values_in_refusals_are_short():
+    for x, shown in ((None, "None"), (2.5, "2.5"), ([1], "[1]"), ("x" * 38, repr("x" * 38)), ("x" * 39, "a str"), ("a\nb", repr("a\nb")), (object(), "a object")):
+        assert mha_ext._checks.given(x) == shown
+    assert mha_ext._checks.given(torch.ones(2, 3)) == "a float32 tensor of shape [2,3]"
