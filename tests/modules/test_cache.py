@@ -82,6 +82,21 @@ def test_one_mix_alone(kind, mix):
     torch.testing.assert_close(in_steps(cache, q, k, v, [30, 1], **given), mha_ext.attention(q, k, v, mask=masks.Causal(), **given))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_masks_cover_the_longest_sequence(compiled, fresh_compiler):
+    cache, k = nn.KVCache(2, 16, 1, 4), torch.randn(2, 1, 8, 4)
+    cache.append(k, k, torch.tensor([6, 2]))
+    attend = lambda q, mask: cache.attend(q, q, q, mask=mask)
+    if compiled:
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError if compiled else ValueError, match="mask covers (fewer positions than|7 positions and) the cache has"):
+        attend(k[:, :, :2], torch.ones(2, 7, dtype=torch.bool))
+    assert cache.lengths.tolist() == [6, 2]
+    attend(k[:, :, :2], torch.ones(2, 8, dtype=torch.bool))
+    assert cache.lengths.tolist() == [8, 4]
+
+
 @torch.no_grad()
 def test_the_longest_sequence_decides_about_room():
     cache, k = nn.KVCache(2, 8, 1, 4), torch.randn(2, 1, 4, 4)
