@@ -205,8 +205,9 @@ def test_truncate_never_lengthens_and_a_ring_has_limits():
     ring.append(k[:, :, :8], v[:, :, :8])  # as many as there is room for
     with pytest.raises(ValueError, match="accepts 8: append less at once"):
         ring.append(k[:, :, :9], v[:, :, :9])
+    ring.known_to_itself = [ring]
     twice = copy.deepcopy([ring, ring])
-    assert twice[0] is twice[1] and twice[0] is not ring
+    assert twice[0] is twice[1] and twice[0] is not ring and twice[0].known_to_itself[0] is twice[0]
 
 
 def test_reorder_for_beam_search():

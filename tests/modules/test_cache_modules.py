@@ -206,9 +206,10 @@ def test_copies_are_caches_of_their_own(kind, stored):
 
 @torch.no_grad()
 def test_models_move_their_caches():
-    model = Owner(dtype=torch.int8)
-    model.half()
-    assert model.cache.k.dtype == torch.int8 and model.cache.k_scale.dtype == torch.float32
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        model = Owner(dtype=stored)
+        model.half()
+        assert model.cache.k.dtype == model.cache.v.dtype == stored and model.cache.k_scale.dtype == torch.float32
     out = model(torch.randn(2, 3, 32).half())
     assert out.dtype == torch.half and model.cache.lengths.tolist() == [3, 3]
     plain = Owner().bfloat16()
