@@ -7,9 +7,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
@@ -34,7 +36,8 @@ pybind11::dict build_info() {
 }
 
 pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> sizes, bool dropout, bool mixed,
-                              int threads, std::array<std::optional<int64_t>, 2> band) {
+                              int threads, std::array<std::optional<int64_t>, 2> band,
+                              std::optional<std::vector<int64_t>> summed_bias) {
   mha::AttentionProblem p;
   p.dtype = dtype == "float64"    ? mha::DType::f64
             : dtype == "float32"  ? mha::DType::f32
@@ -42,6 +45,15 @@ pybind11::dict attention_plan(const std::string& dtype, std::array<int64_t, 7> s
                                   : mha::DType::f16;
   p.B = sizes[0], p.H = sizes[1], p.Hk = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4], p.D = sizes[5], p.Dv = sizes[6];
   p.mask.band_lo = band[0].value_or(-mha::kNoLimit), p.mask.band_hi = band[1].value_or(mha::kNoLimit);
+  if (summed_bias) {  // its gradient's sum, which is contiguous; only what shares an element counts
+    const std::vector<int64_t>& shape = *summed_bias;
+    p.bias_relative = shape.size() == 3;
+    int64_t strides[4], stride = 1;
+    for (std::size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = shape[i] == 1 ? 0 : stride;
+    if (p.bias_relative) strides[2] = -1, strides[3] = 1;
+    p.bias.data = &p;
+    std::copy(strides, strides + 4, p.bias.stride);
+  }
   static const int64_t state[2] = {};
   if (dropout) p.dropout = {0.5, state};  // any value: only whether there is dropout counts
   const mha::cpu::Kernels& kernels = mha::cpu::kernels();
@@ -69,9 +81,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.def(
       "cpu_isa", [] { return std::string(mha::cpu::kernels().isa); }, "The instruction set of the CPU kernels in use.");
   m.def("attention_plan", &attention_plan, pybind11::arg("dtype"), pybind11::arg("sizes"), pybind11::arg("dropout"),
-        pybind11::arg("mixed"), pybind11::arg("threads"), pybind11::arg("band"),
+        pybind11::arg("mixed"), pybind11::arg("threads"), pybind11::arg("band"), pybind11::arg("summed_bias"),
         "What the CPU kernels do for sizes (B, H, Hk, Sq, Sk, D, Dv), where query i sees the keys band[0] <= j - i <= "
-        "band[1].");
+        "band[1], and a bias of the shape summed_bias has a gradient.");
   m.def("built_isas", &mha::cpu::built_isas, "The instruction sets of this build, plainest first.");
   m.def("available_isas", &mha::cpu::available_isas, "The instruction sets that this machine runs, plainest first.");
 }

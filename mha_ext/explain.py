@@ -194,16 +194,16 @@ def _kernel(given: Given, call: Call) -> tuple[str, int, dict[str, str], dict[st
             B = B if call.q_starts is None else 1  # one sequence at a time
             sizes = B, q.shape[1], k.shape[1], Sq, Sk, q.shape[3], v.shape[3]
             band = _band(call, Sq, Sk)
-            plans = {n: _ops.attention_plan(name_of(q.dtype), sizes, dropped, mixed, n, band) for n in (threads, 64)}
+            summed = [*call.bias.shape] if call.bias is not None and call.bias.requires_grad else None
+            plans = {
+                n: _ops.attention_plan(name_of(q.dtype), sizes, dropped, mixed, n, band, summed) for n in (threads, 64)
+            }
             plan = plans[threads]
             kernel += f", products in {plan['arithmetic']}"
             numbers["blocks"] = plan["block_rows"], plan["tile_keys"]
             for name in ("tasks", "workspace"):
                 numbers[name] = plan[f"forward_{name}"], plan[f"backward_{name}"]
-            summed = call.bias is not None and call.bias.requires_grad  # its gradient cuts backward in another way
-            numbers["efficiency"] = {
-                n: (p["forward_efficiency"], 0.0 if summed else p["backward_efficiency"]) for n, p in plans.items()
-            }
+            numbers["efficiency"] = {n: (p["forward_efficiency"], p["backward_efficiency"]) for n, p in plans.items()}
         return kernel, threads, refusals, numbers
     if q.device.type == "cuda" and op == "attention_fwd":
         state = torch.zeros(2, dtype=torch.int64, device=q.device) if dropped else None

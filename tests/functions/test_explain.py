@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mha_ext
-from mha_ext import _call, explain, masks
+from mha_ext import _call, biases, explain, masks
 from mha_ext.explain import _band, log, plan_of
 
 
@@ -395,11 +395,19 @@ def test_the_band_is_that_of_the_mask(mask, Sq, Sk):
     assert (low is None) == ("Window(None" in repr(mask) or "Window" not in repr(mask)) and (high is None) == (repr(mask) == "Window(3, None)")
 
 
-def test_nothing_is_predicted_of_a_backward_that_sums_a_bias():
-    bias = torch.zeros(96, 96)
-    known, unknown = (explain(*qkv(), bias=bias.clone().requires_grad_(learned)) for learned in (False, True))
-    assert all(both[1] > 0 for both in known.efficiency.values()) and all(both[1] == 0 for both in unknown.efficiency.values())
-    assert "? backward" in str(unknown) and "?" not in str(known)
+@pytest.mark.parametrize(
+    "bias,same", [(torch.zeros(2, 8, 256, 256), True), (torch.zeros(256, 256), False), (torch.zeros(1, 8, 1, 1), False), (biases.ALiBi(torch.ones(8)), False)],
+    ids=["of each head", "of all", "of rows and keys", "relative"],
+)  # fmt: skip
+def test_a_learned_bias_that_heads_share_is_planned_for(bias, same):
+    """Heads that add to one gradient take turns, or are one thread's."""
+    q, k, v = qkv(B=2, H=8, Hk=8, Sq=256, Sk=256)
+    plain = explain(q, k, v, bias=bias)
+    (bias.slopes if isinstance(bias, biases.ALiBi) else bias).requires_grad_()
+    learned = explain(q, k, v, bias=bias)
+    assert (learned.efficiency == plain.efficiency and learned.tasks == plain.tasks) == same
+    assert all(0 < x <= 1 for both in learned.efficiency.values() for x in both) and "?" not in str(learned)
+    assert learned.tasks[0] == plain.tasks[0] and learned.efficiency[64][1] <= plain.efficiency[64][1]
 
 
 def test_tensors_without_values(capsys, monkeypatch):
