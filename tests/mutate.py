@@ -187,6 +187,19 @@ class Chosen:
             items.sort(key=lambda item: self.took[item.nodeid])
 
 
+def exit_code(child: int, limit: float) -> int | None:
+    """Of a forked process that leads a group; None: it took too long."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
 def run_tests(path: Path, tree: ast.Module, arguments: list[str], limit: float, plugin: object) -> int | None:
     """pytest's exit code in a forked process; None: it took too long."""
     child = os.fork()
@@ -208,15 +221,7 @@ def run_tests(path: Path, tree: ast.Module, arguments: list[str], limit: float, 
             code = int(pytest.main(["-q", "-x", *QUICKLY, *arguments], [plugin]))
         finally:
             os._exit(code)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    return exit_code(child, limit)
 
 
 def without_mutant(path: Path, tree: ast.Module, arguments: list[str]) -> dict[int, list[tuple[float, str]]] | None:

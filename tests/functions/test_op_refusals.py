@@ -1,6 +1,6 @@
 """torch.ops.mha_ext.* do not trust their callers: what each check of the C++ layer refuses, beside a call that it lets pass.
 
-What is on another device reaches these checks only where there are two: tests/cuda.
+What is on another device they refuse here where it is a meta tensor, and the op is told to run on the CPU all the same; tests/cuda has two devices.
 """
 
 from __future__ import annotations
@@ -215,6 +215,35 @@ def test_ops_refuse(name, changed, words):
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_changed_there_runs_as_it_was(name):
     run(name, {})
+
+
+EVERYTHING = {
+    "bias": torch.zeros(1, 1, 1, SK), "mask": ones(1, 1, 1, SK, dtype=boolean), "begin": ones(1, 1), "end": ones(1, 1), "query_ids": ones(1, SQ),
+    "key_ids": ones(1, SK), "blocks": ones(1, 1, 1, 1, dtype=boolean), "block_size": 8, "sinks": torch.zeros(H), "dropout_p": 0.5, "rng_state": ones(2),
+}  # fmt: skip
+WITH_MORE = CALLS | {
+    "attention_fwd": lambda: attention() | EVERYTHING,
+    "attention_bwd": lambda: backward() | {"dlse": torch.zeros(B, H, SQ), "dweights": torch.zeros(B, H, SQ, SK)},
+}
+WITH_ONE_TENSOR = ("attention_packed_fwd", "masked_softmax_fwd", "dropout_mask")
+
+
+@pytest.mark.parametrize(
+    "name,moved",
+    [
+        (name, moved)
+        for name, call in WITH_MORE.items()
+        for moved, x in call().items()
+        if isinstance(x, torch.Tensor) and name not in WITH_ONE_TENSOR
+    ],
+)
+def test_ops_refuse_tensors_of_another_device(name, moved):
+    op, given = getattr(torch.ops.mha_ext, name.split(",")[0]).default, WITH_MORE[name]()
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    op.redispatch(on_cpu, *cases.op_arguments(op, **given))
+    given[moved] = given[moved].to("meta")
+    words = "on different devices" if moved in ("q", "x", "scores") else f"{moved} and"
+    refusal(lambda: op.redispatch(on_cpu, *cases.op_arguments(op, **given)), words, "devices", kind=RuntimeError)
 
 
 def test_what_broadcasts_is_accepted():
