@@ -37,14 +37,21 @@ q, k, v = qkv()
 SHAPES = {
     "3-d query": ((torch.randn(4, 5, 8), k, v), "[4,5,8]"),
     "5-d key": ((q, k[None], v), "[1,2,2,7,8]"),
-    "batch": ((q, k[:1], v[:1]), "[2,4,5,8]", "[1,2,7,8]"),
-    "key/value batch": ((q, k, v[:1]), "[1,2,7,8]"),
-    "key/value heads": ((q, k, v[:, :1]), "[2,1,7,8]"),
-    "key/value length": ((q, k, v[:, :, :6]), "[2,2,6,8]"),
-    "head size": ((q, k[..., :7], v), "[2,4,5,8]", "[2,2,7,7]"),
-    "head ratio": ((torch.randn(2, 3, 5, 8), k, v), "[2,3,5,8]", "[2,2,7,8]"),
-    "more key heads": ((q[:, :1], k, v), "[2,1,5,8]", "[2,2,7,8]"),
-    "no key heads": ((q, k[:, :0], v[:, :0]), "[2,0,7,8]"),
+    "batch": ((q, k[:1], v[:1]), "[2,4,5,8]", "[1,2,7,8]", "Dv]: the batch sizes [dimension 0] must agree."),
+    "batch as heads": ((q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)), "Dv]: the batch sizes [dimension 0] must agree."),
+    "key batch": ((q, k[:1], v), "[1,2,7,8]", "Dv]: the batch sizes [dimension 0] must agree."),
+    "key/value batch": ((q, k, v[:1]), "[1,2,7,8]", "Dv]: the batch sizes [dimension 0] must agree."),
+    "key/value heads": ((q, k, v[:, :1]), "[2,1,7,8]", "Dv]: the key/value head counts [dimension 1] must agree."),
+    "key/value length": ((q, k, v[:, :, :6]), "[2,2,6,8]", "Dv]: the key/value lengths [dimension 2] must agree."),
+    "head size": ((q, k[..., :7], v), "[2,4,5,8]", "[2,2,7,7]", "Dv]: the query/key head sizes [dimension 3] must agree."),
+    "head ratio": ((torch.randn(2, 3, 5, 8), k, v), "[2,3,5,8]", "[2,2,7,8]: 3 query heads do not divide evenly among 2 key/value heads"),
+    "head ratio, other value size": ((torch.randn(2, 3, 5, 8), k, v[..., :6]), "3 query heads do not divide evenly among 2 key/value heads"),
+    "head ratio, other value heads": ((torch.randn(2, 3, 5, 8), k, v[:, :1]), "Dv]: the key/value head counts [dimension 1] must agree."),
+    "more key heads": ((q[:, :1], k, v), "[2,1,5,8]", "[2,2,7,8]: 1 query heads do not divide evenly among 2 key/value heads"),
+    "no key heads": ((q, k[:, :0], v[:, :0]), "[2,0,7,8]", "Dv]: the head counts [dimension 1] must agree."),
+    "one head, no key heads": ((q[:, :1], k[:, :0], v[:, :0]), "Dv]: the head counts [dimension 1] must agree."),
+    "no heads, key/value length": ((q[:, :0], k[:, :0], v[:, :0, :6]), "Dv]: the key/value lengths [dimension 2] must agree."),
+    "batch and head size": ((q, k[:1, ..., :7], v), "Dv]: the batch sizes [dimension 0] and the query/key head sizes [dimension 3] must agree."),
 }
 
 
@@ -158,6 +165,34 @@ MASK_SHAPES = {
     "5-d": ((1, 2, 4, 5, 7), "[1,2,4,5,7]"),
     "0-d": ((), "[]", "[5,7]"),
 }
+
+
+PER_BATCH, PER_HEAD, PER_KEY_OF_EACH = "{}[:, None] for one per batch element", "{}[None] for one per head", "{}[:, None, None, :] for one per key of each batch element"
+PER_KEY, PER_QUERY = "{}[None, :] for one per key", "{}[:, None] for one per query"
+BOTH = "{}.view(2, 4, 5, 7) for one per batch element and head"
+PADDING, LENGTHS = "masks.Padding(key_lengths)", "masks.Padding(key_lengths) if it holds lengths"
+# B, H, Sq, Sk; the shape that was given; what to use instead, of a mask and of a bias
+SHAPE_FIXES = [
+    ((2, 4, 5, 7), (2, 5, 7), [PER_BATCH]), ((2, 4, 5, 7), (2, 1, 7), [PER_BATCH]), ((2, 4, 5, 7), (2, 5, 1), [PER_BATCH]),
+    ((2, 4, 5, 7), (4, 5, 7), [PER_HEAD]), ((2, 4, 5, 7), (1, 5, 7), [PER_HEAD]), ((2, 2, 5, 7), (2, 5, 7), [PER_BATCH, PER_HEAD]),
+    ((2, 4, 5, 7), (8, 5, 7), [BOTH]), ((1, 4, 5, 7), (4, 5, 7), [PER_HEAD]), ((2, 1, 5, 7), (2, 5, 7), [PER_BATCH]),
+    ((2, 4, 5, 7), (3, 5, 7), []), ((2, 4, 5, 7), (2, 6, 7), []), ((2, 4, 5, 7), (2, 5, 6), []), ((2, 4, 5, 7), (2, 2, 7), []), ((2, 4, 5, 7), (2, 5, 2), []),
+    ((2, 4, 5, 7), (2, 7), ([PADDING, PER_KEY_OF_EACH], [PER_KEY_OF_EACH])), ((2, 4, 5, 7), (2, 6), []), ((2, 4, 5, 7), (3, 7), []),
+    ((2, 4, 5, 7), (7,), [PER_KEY]), ((2, 4, 5, 7), (5,), [PER_QUERY]), ((2, 4, 5, 7), (2,), ([LENGTHS], [])), ((2, 4, 5, 7), (3,), []),
+    ((3, 4, 3, 3), (3,), ([PER_KEY, PER_QUERY, LENGTHS], [PER_KEY, PER_QUERY])), ((2, 4, 5, 7), (), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", ["mask", "bias"])
+@pytest.mark.parametrize("sizes,shape,fixes", SHAPE_FIXES, ids=str)
+def test_what_to_do_with_a_shape(sizes, shape, fixes, argument):
+    B, H, Sq, Sk = sizes
+    x = torch.zeros(shape, dtype=torch.bool if argument == "mask" else torch.float32)
+    with pytest.raises(ValueError, match=argument) as error:
+        mha_ext.attention(*qkv(B, H, H, Sq, Sk), **{argument: x})
+    fixes = fixes[argument == "bias"] if isinstance(fixes, tuple) else fixes
+    use = ": use " + " or ".join(fixes).replace("{}", argument) if fixes else ""
+    assert str(error.value).partition(f"[B,H,Sq,Sk] = [{B},{H},{Sq},{Sk}]")[2] == use + "."
 
 
 @pytest.mark.parametrize("name", MASK_SHAPES)
@@ -372,3 +407,14 @@ def test_values_in_refusals_are_short():
     for x, shown in ((None, "None"), (2.5, "2.5"), ([1], "[1]"), ("x" * 38, repr("x" * 38)), ("x" * 39, "a str"), ("a\nb", repr("a\nb")), (object(), "a object")):
         assert mha_ext._checks.given(x) == shown
     assert mha_ext._checks.given(torch.ones(2, 3)) == "a float32 tensor of shape [2,3]"
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5, 7), (3, 1, 5, 7), (2, 3, 5, 7), (2, 4, 5, 6), (4, 7), (5, 6), (1, 2, 4, 5, 7)], ids=str)
+def test_shapes_of_masks_in_exported_programs(shape):
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v, mask):
+            return mha_ext.attention(q, k, v, mask=mask)
+
+    with pytest.raises(ValueError, match="mask has shape .*; accepted: "):
+        torch.export.export(Attend(), (q, k, v, torch.ones(shape, dtype=torch.bool)), strict=False)
+    torch.export.export(Attend(), (q, k, v, torch.ones(1, 4, 1, 7, dtype=torch.bool)), strict=False)
