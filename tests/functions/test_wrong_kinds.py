@@ -31,7 +31,7 @@ def kinds() -> dict:
     with_values = torch.quantize_per_tensor(torch.rand(S, S), 0.1, 0, torch.quint8)
     return {
         "None": None, "str": "x", "list": [1.5], "tuple": (1, 2, 3), "dict": {}, "object": object(), "float": 2.5, "nan": float("nan"),
-        "inf": float("inf"), "int": 3, "negative": -1, "bool": True, "huge": 2**70,
+        "inf": float("inf"), "int": 3, "negative": -1, "bool": True, "huge": 2**63,
         "beyond floats": 10**400, "empty list": [], "complex": 1j, "numpy": numpy.ones((S, S)),
         "0-d": torch.tensor(1.5), "5-d": randn(2, 1, 1, 3, 7), "int tensor": ones(S, S), "bool tensor": ones(S, S, dtype=torch.bool),
         "complex tensor": torch.ones(B, H, S, D, dtype=torch.complex64), "float8 tensor": randn(B, H, S, D).to(torch.float8_e4m3fn),
