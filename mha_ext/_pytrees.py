@@ -12,6 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from . import _checks
+
 Self = TypeVar("Self", bound="Container")
 
 
@@ -39,6 +41,11 @@ class Container:
         )
         if name.startswith("mha_ext."):  # an exported program's example arguments are loaded with weights_only
             torch.serialization.add_safe_globals([cls])
+
+    def __repr__(self) -> str:
+        # Without addresses: processes that have the same say the same (ring_attention compares that).
+        shown = (f"{name}={_checks.text(x.shape) if isinstance(x, Tensor) else _checks.given(x)}" for name, x in vars(self).items())
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def to(self: Self, device: Any, non_blocking: bool = False) -> Self:
         """The same with its tensors on a device, as Tensor.to puts them there; itself where they are there already."""
@@ -90,3 +97,8 @@ class Sequence(Container):
         made = cls.__new__(cls)
         made.parts = tuple(parts)  # type: ignore[attr-defined]
         return made
+
+
+def tensors_in(x: Any) -> list[Any]:
+    """The tensors of an object, its parts' too; of anything else that itself."""
+    return [found for part in x._parts_alone() for found in tensors_in(part)] if isinstance(x, Container) else [x]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from processes import Failed, Processes
 
+import mha_ext
 from mha_ext import biases, masks
 
 pytestmark = [
@@ -134,6 +135,45 @@ def test_biases(processes, bias):
     for index, (n, arguments) in enumerate([(2, LENGTHS[2][3]), (2, LENGTHS[2][2]), (4, LENGTHS[4][1]), (4, LENGTHS[4][3])]):
         kind = ["none", "causal & padding", "window_left"][index % 3]
         processes[n].run(ring, *arguments, kind, cases.DTYPES[index], 0.0, index == 1, bias)
+
+
+class Ends(masks.Mask):
+    """A user's own, without a __repr__, as the bias below."""
+
+    tensors = ("ends",)
+
+    def __init__(self, ends, more):
+        self.ends, self.more = ends, more
+
+    def lower(self, B, H, Sq, Sk, device, lengths=None):
+        return masks.MaskArgs(end=self.ends[:, None] + self.more)
+
+
+class Gaussian(biases.Bias):
+    tensors = ("width",)
+
+    def __init__(self, width):
+        self.width = width
+
+    def of_distance(self, distance):
+        return -((distance / self.width[:, None]) ** 2)
+
+
+def of_ones_own():
+    from mha_ext.distributed import ring_attention
+
+    q, k, v = cases.randn(cases.generator(0), 3, B, H, 10, D, dtype=torch.float64)
+    mine = slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
+    options = {"mask": Ends(torch.tensor([3, 7]), 1) & masks.Causal(), "bias": Gaussian(torch.arange(1.0, H + 1).double())}
+    out = ring_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], **options)
+    torch.testing.assert_close(out, mha_ext.attention(q, k, v, **options)[:, :, mine], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"differ in mask \(Ends\(ends=\[2\], more=[01]\) here, something else"):
+        ring_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], mask=Ends(torch.tensor([3, 7]), dist.get_rank()))
+
+
+def test_masks_and_biases_of_ones_own(processes):
+    """That have no __repr__: what tells them apart is the same in each process."""
+    processes[2].run(of_ones_own)
 
 
 def tensors(length=6, **options):

@@ -187,6 +187,7 @@ def test_a_subclass_is_a_container_too():
             return masks.MaskArgs(mask=((j - self.starts[:, None]) % self.step == 0)[:, None, None])
 
     mask = Every(torch.tensor([0, 1]), 3)
+    assert repr(mask).endswith("Every(starts=[2], step=3)")
     assert mask.to_dense(2, 7)[:, 0, 0].int().tolist() == [[1, 0, 0, 1, 0, 0, 1], [0, 1, 0, 0, 1, 0, 0]]
     assert pytree.tree_map(lambda x: x + 1, mask).to_dense(1, 3)[:, 0, 0].int().tolist() == [[0, 1, 0], [0, 0, 1]]
     q = randn(B, H, S, D)
