@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from . import _call, _checks, _foreign, _ops, biases, masks
 from ._ops import NOT_PACKED, Call
+from ._pytrees import tensors_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,7 +87,7 @@ def attention_cached(
         _checks.flags(return_lse=return_lse)
     if block_table is not None:
         block_table = _checks.integer_tensor(block_table, "block_table", "[B,n]", 2)
-    tensors = (q, k, v, bias, sinks, k_scale, v_scale)
+    tensors = (q, k, v, *tensors_in(bias), sinks, k_scale, v_scale)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise ValueError(
             "attention_cached was given a tensor that requires grad; accepted: calls under torch.no_grad() or "

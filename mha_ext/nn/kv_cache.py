@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _checks, biases, masks
 from .._call import cast_by_autocast, mix_arguments, score_arguments
+from .._pytrees import tensors_in
 from ..cached import QUANTISED, attention_cached, quantise, scales_of
 from ..functional import attention
 from ..masks.places import Lowered, Places, at
@@ -158,7 +159,7 @@ class KVCache(torch.nn.Module):
         Raises:
             ValueError, TypeError: as append; arguments that do not fit; and while gradients are recorded for any of these.
         """
-        given = (q, k, v, bias, sinks, pre_mix, post_mix)
+        given = (q, k, v, *tensors_in(bias), sinks, pre_mix, post_mix)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
             raise ValueError(
                 "a cache was given while gradients are recorded; accepted: under torch.no_grad() or "

@@ -9,7 +9,7 @@ import test_cache
 import torch
 
 import mha_ext
-from mha_ext import masks, nn
+from mha_ext import biases, masks, nn
 from mha_ext.cached import QUANTISED, quantise
 
 B, H, HK, D, DV, LENGTH = test_cache.B, test_cache.H, test_cache.HK, test_cache.D, test_cache.DV, test_cache.LENGTH
@@ -273,6 +273,7 @@ TABLE = torch.zeros(3, 2, dtype=torch.int64)
         ({"heads": 0}, "q, k, v have shapes .* with H a multiple of Hk"),
         ({"to": torch.float64}, "q, k, v have dtypes float32, float64, float64; accepted: one dtype, or k and v int8"),
         ({"grad": True}, "was given a tensor that requires grad; accepted: calls under torch.no_grad"),
+        ({"bias": biases.ALiBi(torch.ones(H)) + biases.ALiBi(torch.ones(H, requires_grad=True))}, "was given a tensor that requires grad; accepted: calls under torch.no_grad"),
     ],
 )  # fmt: skip
 def test_refusals(options, message):

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_ext
-from mha_ext import masks, nn
+from mha_ext import biases, masks, nn
 
 B, H, HK, D, DV = 3, 6, 2, 24, 17
 LENGTH = 170  # over several tiles of keys
@@ -280,6 +280,7 @@ def test_capacity():
         (lambda c, q, k, v: c.append(k.double(), v), "k, v are float64, float32 and the cache is float32"),
         (lambda c, q, k, v: c.append(k, v, torch.tensor([1])), r"counts is a int64 tensor of shape \[1\]; accepted: an integer tensor \[B\] = \[3\]"),
         (lambda c, q, k, v: c.attend(q.requires_grad_(), k, v), "while gradients are recorded; accepted: under torch.no_grad"),
+        (lambda c, q, k, v: c.attend(q, k, v, bias=biases.ALiBi(torch.ones(H, requires_grad=True))), "while gradients are recorded"),
         (lambda c, q, k, v: c.reorder(torch.tensor([0, 1, 3])), r"indices are \[0, 1, 3\]; accepted: numbers of sequences, 0 to 2"),
         (lambda c, q, k, v: nn.KVCache(1, 4, 2, 8, window=4), "window is 4 and capacity 4; KVCache accepts a window from 0"),
         (lambda c, q, k, v: nn.KVCache(1, 0, 2, 8), "capacity is 0; KVCache accepts a positive int"),
