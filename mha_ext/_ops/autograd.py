@@ -67,6 +67,8 @@ def differentiable(
         if torch.compiler.is_compiling():
             return op(*args)
         if transforms_active() or forward_ad._current_level >= 0:
+            if _functionalize_alone():
+                return op(*args)
             return function.apply(*args)  # refuses forward-mode differentiation
         if torch.is_grad_enabled():
             for i in tensors:
@@ -82,6 +84,13 @@ def differentiable(
     function: Any = type(op._opname, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
     apply = apply_of(function)
     return call
+
+
+def _functionalize_alone() -> bool:
+    """Whether torch.func.functionalize is the only transform, which has no rule for an autograd.Function and needs none."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    plain = all(each.key() == torch._C._functorch.TransformType.Functionalize for each in levels)
+    return len(levels) > 0 and plain and forward_ad._current_level < 0
 
 
 def where_needed(gradients: Sequence[Any], ctx: Any) -> tuple[Any, ...]:

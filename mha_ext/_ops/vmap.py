@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Arguments
+from .library import library
 from .rng import part_of_state
 
 Rule = Callable[..., tuple[Any, Any]]  # (what calls the op, its arguments, info, in_dims, *args) -> (outputs, dims)
@@ -27,8 +29,9 @@ def by_folding(
     call: Callable[..., Any], arguments: Arguments, info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[Any, Any]:
     n, dims, given = info.batch_size, dict(zip(arguments.names, in_dims)), dict(zip(arguments.names, args))
-    # Where the first dimension isn't all of the batch, or all mapped problems drop the same, or each has a state.
-    own_states = given.get("dropout_p", 0.0) > 0 and (info.randomness == "same" or dims["rng_state"] is not None)
+    # Where the first dimension isn't all of the batch, or all mapped problems drop the same (under randomness="error" a given
+    # state is no randomness, and they do what they would in a loop), or each has a state.
+    own_states = given.get("dropout_p", 0.0) > 0 and (info.randomness != "different" or dims["rng_state"] is not None)
     if given.get("q_starts") is not None or given.get("sinks") is not None or own_states:
         return by_looping(call, arguments, info, in_dims, *args)
     main = "q" if "q" in given else "scores"
@@ -63,6 +66,8 @@ def by_looping(
             given["rng_state"] = part_of_state(given["rng_state"], batch=i * B)
         return given
 
+    if info.batch_size == 0:
+        raise ValueError("torch.vmap was given no problems, a dimension of size 0; accepted here: at least one.")
     results = [call(*problem(i).values()) for i in range(info.batch_size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
@@ -76,3 +81,13 @@ def heads(
         x = x.movedim(in_dims[0], 0)
         return call(x.flatten(0, 1), *args).unflatten(0, x.shape[:2]), 0
     return by_looping(call, arguments, info, in_dims, x, *args)
+
+
+def _register_loops(*ops: str) -> None:
+    """For ops that have no formulas of gradients, with which the others are registered."""
+    for arguments in map(Arguments, ops):
+        rule = functools.partial(by_looping, arguments.op, arguments)
+        torch.library.register_vmap(arguments.op.name(), rule, lib=library)
+
+
+_register_loops("attention_cached", "dropout_mask")

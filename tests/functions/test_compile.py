@@ -337,6 +337,32 @@ def test_vmap_of_softmax_and_heads():
     torch.testing.assert_close(torch.vmap(f, in_dims=1)(y), torch.stack([f(one) for one in y.unbind(1)]))
 
 
+def test_vmap_of_ops_without_gradients(capfd):
+    """By rules of their own: torch's way for ops without one says so, and asks for an issue."""
+    q, k, v = (randn(3, 2, 4, 5, 8, seed=s) for s in range(3))
+    f = lambda *x: mha_ext.attention_cached(*x, mask=masks.Causal(), return_lse=True)
+    for a, b in zip(torch.vmap(f, in_dims=(0, 0, None))(q, k, v[0]), zip(*(f(*x, v[0]) for x in zip(q, k)))):
+        torch.testing.assert_close(a, torch.stack(b))
+    states = torch.tensor([[1, 2], [3, 4]])
+    f = lambda state: mha_ext.dropout_mask(state, 0.5, 1, 2, 5, 6)
+    assert torch.equal(torch.vmap(f)(states), torch.stack([f(state) for state in states]))
+    assert "performance drop" not in capfd.readouterr().err
+
+
+def test_functionalize():
+    q = randn(1, 2, 5, 4)
+    for f in (lambda q: mha_ext.attention(q, q, q, mask=masks.Causal()), lambda q: mha_ext.masked_softmax(q), mha_ext.merge_heads):
+        gradients = [torch.autograd.grad(g(x).square().sum(), x)[0] for g in (f, torch.func.functionalize(f)) for x in [q.clone().requires_grad_()]]
+        assert torch.equal(torch.func.functionalize(f)(q), f(q)) and torch.equal(*gradients)
+
+
+def test_vmap_over_nothing():
+    q, sinks = randn(0, 2, 4, 5, 8), randn(4)
+    assert torch.vmap(lambda q: mha_ext.attention(q, q, q))(q).shape == q.shape
+    with pytest.raises(ValueError, match="torch.vmap was given no problems, a dimension of size 0"):
+        torch.vmap(lambda q: mha_ext.attention(q, q, q, sinks=sinks))(q)
+
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
