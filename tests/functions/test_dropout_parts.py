@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import cases
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from test_dtensor import full
 
 import mha_ext
 from mha_ext import masks
+from mha_ext._ops import draw_rng_state
 
 P, B, H, Hk, S = 0.3, 4, 8, 2, 64
 STATE = (0x123456789ABCD, 7 + (3 << 33))
@@ -121,7 +125,7 @@ def test_vmap_with_dropout(sinks):
     q, k, v, _ = inputs()
     tensors = [x.detach().unflatten(0, (2, 2)) for x in (q, k, v)]
     more = {"sinks": torch.zeros(H, dtype=q.dtype)} if sinks else {}
-    call = lambda q, k, v: mha_ext.attention(q, k, v, dropout_p=P, mask=masks.Causal(), **more)
+    call = lambda q, k, v, **other: mha_ext.attention(q, k, v, dropout_p=P, mask=masks.Causal(), **more, **other)
 
     def seeded(randomness, f=call):
         torch.manual_seed(3)
@@ -140,6 +144,10 @@ def test_vmap_with_dropout(sinks):
     close(seeded("different", gradient).flatten(0, 1), whole)
     with pytest.raises(ValueError, match='accepted there: randomness="different" or "same"'):
         seeded("error")
+    with pytest.raises(ValueError, match='accepted there: randomness="different" or "same"'):  # nothing of q's is mapped
+        torch.vmap(lambda bias: mha_ext.attention(q, k, v, bias=bias, dropout_p=P, **more))(torch.zeros(2, S, S).double())
+    given = lambda *x: call(*x, rng_state=torch.tensor(STATE))
+    close(seeded("error", given), torch.stack([given(*x) for x in zip(*tensors)]))  # a given state is no randomness
 
 
 def test_refusals():
@@ -199,6 +207,51 @@ def data_parallel():
     rows = slice(rank * B // n, (rank + 1) * B // n)
     with mha_ext.dropout_part(batch=rows.start):
         close(one_process(*(x[rows] for x in (q, k, v)), dout=dout[rows]), [x[rows] for x in expected])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts_draw_the_same_again_or_say_so(reentrant):
+    x = inputs()[0].requires_grad_()
+
+    def layer(x):
+        return mha_ext.attention(x, x, x, dropout_p=P)
+
+    def checkpointed(x):
+        torch.manual_seed(11)
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+
+    with mha_ext.dropout_part(batch=3):
+        torch.manual_seed(11)
+        (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+        checkpointed(x).square().sum().backward()
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+        loss = checkpointed(x).square().sum()
+    with pytest.raises(ValueError, match="accepted: both in it: call backward.. inside of the same dropout_part"):
+        loss.backward()
+    checkpointed(x).square().sum().backward()  # of the whole, from the same seed
+
+
+def test_threads_of_autograd_are_where_backward_was_called():
+    """On a GPU backward runs in threads of autograd's, which know of their caller's part only by what torch hands on."""
+    caller, places = threading.get_ident(), []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if threading.get_ident() != caller:
+                places.append(draw_rng_state(grad)[2:].tolist())
+            else:  # from some depth on autograd takes another thread
+                with torch.enable_grad():
+                    Nested.apply(grad.detach().requires_grad_()).sum().backward()
+            return grad
+
+    with mha_ext.dropout_part(batch=3, head=2):
+        Nested.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert places == [[3, 2, 0, 0]]
 
 
 @distributed
