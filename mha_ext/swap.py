@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,8 @@ def _choice(module: torch.nn.Module, known: set[Any]) -> type | str | None:
     if (torchs or packed) and "forward" in vars(module):
         return f"the forward of this {_name(kind)} was set on the object, which a new class does not change"
     if kind is torch.nn.MultiheadAttention:
+        if _has_hooks(module.out_proj):
+            return "it has hooks on out_proj, which torch reads and does not call, so that they would run only now"
         return MultiheadAttention
     if torchs:
         return (
@@ -152,6 +155,11 @@ def _choice(module: torch.nn.Module, known: set[Any]) -> type | str | None:
     if kind.__module__.startswith("transformers."):
         return f"{_name(kind)} is served by register() of mha_ext.integrations.transformers"
     return f"{_name(kind)} is neither torch.nn.MultiheadAttention nor has qkv and proj as timm's Attention does"
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """On its calls."""
+    return any(hooks for name, hooks in vars(module).items() if re.match("_(forward|backward).*_hooks", name) and hooks)
 
 
 def _name(kind: type) -> str:
@@ -187,7 +195,7 @@ def _why_not_packed(module: torch.nn.Module, known: set[Any]) -> str | None:
     drop: Any = module.attn_drop if "attn_drop" in children else torch.nn.Dropout()
     if type(drop) is not torch.nn.Dropout:
         return f"{_name(kind)} has a {type(drop).__name__} as attn_drop; accepted: torch.nn.Dropout"
-    if any(hooks for name, hooks in vars(drop).items() if "_hooks" in name and isinstance(hooks, dict)):
+    if _has_hooks(drop):
         return f"{_name(kind)} has hooks on attn_drop, which would not run"
     options = list(inspect.signature(kind.forward).parameters)[2:]
     if options not in ([], ["attn_mask"], ["attn_mask", "is_causal"]):

@@ -215,12 +215,19 @@ class Subclass(nn.MultiheadAttention):
     pass
 
 
+def with_hook_on_out_proj():
+    module = nn.MultiheadAttention(E, H)
+    module.out_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
 class LinearAttention(nn.Module):
     pass
 
 
 KEPT = {
     "subclass": (lambda: Subclass(E, H), r"Subclass may do more than torch.nn.MultiheadAttention"),
+    "hook on out_proj": (with_hook_on_out_proj, "hooks on out_proj, which torch reads and does not call"),
     "another attention": (LinearAttention, "LinearAttention is neither"),
     "relative positions": (RelativePositions, r"RelativePositions has tensors of its own \(bias\)"),
     "another submodule": (Windowed, "Windowed has relative besides"),
