@@ -80,9 +80,18 @@ def _starts(x: Tensor | None, name: str, packed: Tensor) -> Tensor:
 
 def _longest(lengths: Tensor, given: int | None, side: str) -> int:
     """The bound of the lengths."""
-    if given is None:
+    name = f"max_seqlen_{side}"
+    if given is None and (lengths.shape[0] == 0 or torch.compiler.is_compiling()):
         return int(lengths.max()) if lengths.shape[0] > 0 else 0
-    name, bound = f"max_seqlen_{side}", _checks.at_least(0, given)
+    if given is None:
+        try:
+            return int(lengths.max())
+        except RuntimeError as error:  # mapped, fake or meta tensors
+            raise ValueError(
+                f"{name} is missing and cu_seqlens_{side} has no values here ({str(error).splitlines()[0]}); accepted: a bound "
+                f"of the lengths: give {name}."
+            ) from error
+    bound = _checks.at_least(0, given)
     if bound is None:
         raise ValueError(f"{name} is {_checks.given(given)}; accepted: an int >= 0, or None.")
     if lengths.shape[0] > 0 and _checks.values_known(lengths) and int(lengths.max()) > bound:

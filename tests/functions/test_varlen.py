@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from test_refusals import refusal
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 import mha_ext
@@ -350,3 +351,22 @@ def test_refusals_of_the_op():
     refusal(lambda: run(k_starts=None), "k_starts", "missing", kind=RuntimeError)
     refusal(lambda: run(return_weights=True), "return_weights", kind=RuntimeError)
     refusal(lambda: run(q_starts=torch.tensor([0, 5, 4, 130, 199, 200, 203])), "q_starts", "-1", kind=RuntimeError)
+
+
+def test_bounds_that_cannot_be_looked_up_are_asked_for():
+    q, starts = torch.randn(5, 2, 8), torch.tensor([[0, 2, 5], [0, 1, 5]])
+    attend = lambda q, cu, **bounds: mha_ext.attention_varlen(q, q, q, cu, cu, **bounds)
+    missing = pytest.raises(ValueError, match="max_seqlen_q is missing and cu_seqlens_q has no values here .*: give max_seqlen_q")
+    with missing:
+        torch.vmap(lambda cu: attend(q, cu))(starts)
+    with missing:
+        attend(q.to("meta"), starts[0].to("meta"))
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(q), mode.from_tensor(starts[0])
+    with mode:
+        assert attend(*fake, max_seqlen_q=5, max_seqlen_k=5).shape == q.shape
+        with missing:
+            attend(*fake)
+    bounds = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    found = torch.vmap(lambda cu: attend(q, cu, **bounds))(starts)
+    assert torch.equal(found, torch.stack([attend(q, cu) for cu in starts]))
