@@ -26,6 +26,9 @@ class SdpaUse:
                 self._active = False
                 _count(-1)
 
+    def __getstate__(self) -> dict[str, bool]:
+        return {"_active": False}  # a copy, with the model that holds it, say, is no use more, and would end one too many
+
     remove = undo  # what torch.nn.attention.restore_flash_attention_impl calls
 
     def __enter__(self) -> SdpaUse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
@@ -119,6 +120,19 @@ def test_a_use_begins_again_in_a_with_block():
         with use:
             assert on_ours(q, k, v)
         assert not on_ours(q, k, v)
+
+
+def test_a_copy_is_no_use():
+    q, k, v = inputs()
+    use = mha_ext.use_for_sdpa()
+    copies = copy.deepcopy(use), copy.copy(use), pickle.loads(pickle.dumps(use))
+    for each in copies:
+        each.undo()
+        assert on_ours(q, k, v)
+    use.undo()
+    with copies[0]:  # a use of its own
+        assert on_ours(q, k, v)
+    assert not on_ours(q, k, v)
 
 
 def test_torchs_fused_op_refuses_dropout_as_before(in_use):
