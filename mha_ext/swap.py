@@ -157,7 +157,7 @@ def _choice(module: torch.nn.Module, known: set[Any]) -> type | str | None:
     return f"{_name(kind)} is neither torch.nn.MultiheadAttention nor has qkv and proj as timm's Attention does"
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
+def _has_hooks(module: Any) -> bool:
     """On its calls."""
     return any(hooks for name, hooks in vars(module).items() if re.match("_(forward|backward).*_hooks", name) and hooks)
 
