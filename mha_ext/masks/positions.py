@@ -66,6 +66,12 @@ def _limit(name: str, given: int | None) -> int | None:
     return None if _checks.known(limit >= 2**40) else limit
 
 
+def with_batch(x: Tensor, dim: int) -> Tensor:
+    """x of dim dimensions, the first of which torch.vmap takes from an object that has one entry per mapped problem: then it
+    holds for all of that problem's batch."""
+    return x[None] if x.dim() == dim - 1 else x
+
+
 class _PerSequence(Mask):
     """A mask made of one integer per batch element, [B] or [1]."""
 
@@ -75,7 +81,7 @@ class _PerSequence(Mask):
         self.values = _checks.integer_tensor(values, type(self).__name__, "[B]", 1)
 
     def _column(self, B: int, device: torch.device | None = None) -> Tensor:
-        values = self.values
+        values = with_batch(self.values, 1)
         name = type(self).__name__
         if not _checks.one_or(values.shape[0], B):
             raise ValueError(
@@ -145,27 +151,29 @@ class Intervals(Mask):
         self.begin = _checks.integer_tensor(begin, "Intervals", "[B,Sq]", 2)
         self.end = _checks.integer_tensor(end, "Intervals", "[B,Sq]", 2)
 
-    def _check(self, B: int, Sq: int) -> None:
-        for x in (self.begin, self.end):
+    def _both(self, B: int, Sq: int) -> tuple[Tensor, Tensor]:
+        begin, end = with_batch(self.begin, 2), with_batch(self.end, 2)
+        for x in (begin, end):
             if not (_checks.one_or(x.shape[0], B) and _checks.one_or(x.shape[1], Sq)):
                 raise ValueError(
                     f"Intervals was given tensors of shapes {_checks.text(self.begin.shape)} and "
                     f"{_checks.text(self.end.shape)}; it accepts [B,Sq] = [{B},{Sq}]."
                 )
+        return begin, end
 
     def lower(
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None
     ) -> MaskArgs:
-        self._check(B, Sq)
-        _checks.same_device(self.begin, "Intervals", device)
-        _checks.same_device(self.end, "Intervals", device)
-        return MaskArgs(begin=self.begin, end=self.end)
+        begin, end = self._both(B, Sq)
+        _checks.same_device(begin, "Intervals", device)
+        _checks.same_device(end, "Intervals", device)
+        return MaskArgs(begin=begin, end=end)
 
     def at(self, places: Places) -> MaskArgs:
-        self._check(places.batch, places.rows)
-        for x in (self.begin, self.end):
+        both = self._both(places.batch, places.rows)
+        for x in both:
             _checks.same_device(x, "Intervals", places.position.device)
-        begin, end = (places.slot(places.own(x, 1)) for x in (self.begin, self.end))
+        begin, end = (places.slot(places.own(x, 1)) for x in both)
         return MaskArgs(begin=begin, end=end)
 
     def __repr__(self) -> str:
@@ -184,13 +192,14 @@ class Documents(Mask):
         self.ids = _checks.integer_tensor(ids, "Documents", "[B,S]", 2)
 
     def _ids(self, B: int, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
-        shape = self.ids.shape
+        ids = with_batch(self.ids, 2)
+        shape = ids.shape
         if not (_checks.one_or(shape[0], B) and _checks.same(shape[1], Sk)) or Sq > Sk:
             raise ValueError(
                 f"Documents was given ids of shape {_checks.text(shape)} for {Sq} queries; it accepts [B,Sk] = "
                 f"[{B},{Sk}] and no more queries than keys."
             )
-        return self.ids[:, Sk - Sq :], self.ids
+        return ids[:, Sk - Sq :], ids
 
     def lower(
         self, B: int, H: int, Sq: int, Sk: int, device: torch.device, lengths: tuple[Tensor, Tensor] | None = None

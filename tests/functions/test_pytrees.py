@@ -157,6 +157,16 @@ def test_vmap_over_the_tensors_of_an_object(make):
     torch.testing.assert_close(torch.vmap(f, in_dims=(None, 0))(q[0], stacked), expected)
 
 
+@pytest.mark.parametrize("mask", [
+    masks.Padding(torch.tensor([5, 2, 0])), masks.Causal() & masks.LeftPadding(torch.tensor([2, 0, 8])), masks.Prefix(torch.tensor([2, 1, 4])),
+    masks.Intervals(torch.tensor([[0], [2], [1]]), torch.arange(8).expand(3, 8)), masks.Documents(torch.arange(24).view(3, 8) // 5),
+], ids=repr)  # fmt: skip
+def test_vmap_over_sequences_takes_each_its_entry_of_a_mask(mask):
+    q = randn(3, H, S, D)
+    found = torch.vmap(lambda q, mask: attend(q[None], mask)[0])(q, mask)
+    torch.testing.assert_close(found, attend(q, mask))
+
+
 def test_through_functional_call_checkpoint_and_func_grad():
     layer = mha_ext.nn.SelfAttention(16, 4, num_kv_heads=2)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
