@@ -153,7 +153,7 @@ def with_mutants(text: str, numbered: list[tuple[int, Mutant]], start: int, end:
 
 
 def build(copy: Path, found: list[Mutant]) -> None:
-    for name in ("csrc", "mha_ext"):
+    for name in ("csrc", "mha_ext", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "*.pyc"), dirs_exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, copy)
@@ -238,9 +238,8 @@ def main() -> int:
     build(copy, found)
     print(f"{len(chosen)} mutants, {len(chosen) - len(new)} accepted, {len(new)} to try", flush=True)
     sys.path.insert(0, str(copy))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.chdir(ROOT)
+    os.chdir(copy)
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""tests/mutate.py: which changes it makes, that what it runs sees them, and that the accepted ones are still there."""
+"""tests/mutate.py and mutate_cpp.py: which changes they make, that what they run sees them, and that the accepted ones are still there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mutate
+import mutate_cpp
 import pytest
 
 SOURCE = """
@@ -34,13 +35,37 @@ def test_changes():
     assert {function for function, *_ in found} == {"f"}
 
 
-def test_accepted_mutants_are_there_and_have_reasons():
+def accepted(in_cpp: bool) -> list[list[str]]:
     lines = [line.split(" | ") for line in mutate.ACCEPTED.read_text().splitlines() if not line.startswith("#")]
-    files = {line[0] for line in lines}
-    trees = {file: ast.parse((mutate.ROOT / file).read_text()) for file in files}
-    found = {(file, m[0], m[2], m[3]) for file in files for m in mutate.mutants(trees[file], names_only=True)}
+    return [line for line in lines if line[0].startswith("csrc/") == in_cpp]
+
+
+def test_accepted_mutants_are_there_and_have_reasons():
+    lines = accepted(in_cpp=False)
+    trees = {file: ast.parse((mutate.ROOT / file).read_text()) for file in {line[0] for line in lines}}
+    found = {(file, m[0], m[2], m[3]) for file in trees for m in mutate.mutants(trees[file], names_only=True)}
     for *mutant, reason in lines:
         assert tuple(mutant) in found and len(reason) > 10, mutant
+
+
+@pytest.mark.slow
+def test_accepted_mutants_of_cpp_are_there_and_have_reasons():
+    pytest.importorskip("clang.cindex")
+    found = {(f"csrc/torch/{m.file}", *m[2:5]) for m in mutate_cpp.mutants()}
+    for *mutant, reason in accepted(in_cpp=True):
+        assert tuple(mutant) in found and len(reason) > 10, mutant
+
+
+def test_mutants_of_cpp_stand_within_each_other():
+    def at(before, after, code, text="  if (a < b + 1) f(a);"):
+        start = text.index(before)
+        return mutate_cpp.Mutant("x.h", 1, "f", before, after, start, start + len(before), code)
+
+    outer = at("a < b + 1", "a <= b + 1", "(@ ? (a <= b + 1) : ($))")
+    found = [outer, at("b + 1", "b - 1", "(@ ? (b - 1) : ($))"), at("f(a)", "left out", "(@ ? void() : void($))")]
+    mutated = mutate_cpp.with_mutants("  if (a < b + 1) f(a);", list(enumerate(found)), 0, 22)
+    condition = "(mutant(0) ? (a <= b + 1) : (a < (mutant(1) ? (b - 1) : (b + 1))))"
+    assert mutated == f"  if ({condition}) (mutant(2) ? void() : void(f(a)));"
 
 
 @pytest.mark.slow
