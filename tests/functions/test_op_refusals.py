@@ -91,6 +91,8 @@ REFUSED = [
     ("attention_fwd", {"v": torch.zeros(B, 1, SK, DV)}, ["v has shape [2,1,7,6]"]),
     ("attention_fwd", {"bias": torch.ones(SQ, SK)}, ["bias has shape [5,7]; the op accepts [1or2,1or4,1or5,1or7]"]),
     ("attention_fwd", {"bias": torch.ones(3, 1, 1, 1)}, ["bias has shape [3,1,1,1]"]),
+    ("attention_fwd", {name: torch.zeros(0, *x.shape[1:]) for name, x in attention().items() if name in "qkv"} | {"bias": torch.ones(2, 1, 1, 1)},
+     ["bias has shape [2,1,1,1]; the op accepts [1or0,1or4,1or5,1or7]"]),
     ("attention_fwd", {"bias": torch.ones(1, H, SK)}, ["bias has shape [1,4,7]; the op accepts [1or2,1or4,11]"]),
     ("attention_fwd", {"bias": torch.ones(1, 1, 1, SK, dtype=double)}, ["bias has dtype Double; the op accepts Float"]),
     ("attention_fwd", {"bias": ones(1, 1, 1, SK)}, ["bias has dtype Long"]),
@@ -131,6 +133,7 @@ REFUSED = [
     ("attention_fwd, packed", {"k_starts": starts([0, 3, 6])}, ["k_starts goes from 0 to 6"]),
     ("attention_fwd, packed", {"q_starts": starts([0, 4, 3, 5]), "k_starts": starts([0, 3, 5, 7]), "max_q": 4}, ["sequence 1 the length -1"]),
     ("attention_fwd, packed", {"max_k": 3}, ["k_starts gives sequence 1 the length 4; accepted: lengths from 0 to the longest, 3"]),
+    ("attention_fwd, packed", {"q_starts": starts([0, 4, 5])}, ["q_starts gives sequence 0 the length 4"]),
     ("attention_fwd, packed", {"k_starts": starts([0, 3, 5, 7])}, ["k_starts has shape [4]; the op accepts [3]"]),
     ("attention_fwd, packed", {"q_starts": torch.tensor([0.0, 2, 5])}, ["q_starts has dtype Float"]),
     ("attention_fwd, packed", {"return_weights": True}, ["return_weights is true for packed sequences"]),
@@ -138,6 +141,7 @@ REFUSED = [
     ("attention_packed_fwd", {"num_heads": 3}, ["num_heads is 3"]),
     ("attention_packed_fwd", {"num_heads": -2}, ["num_heads is -2"]),
     ("attention_packed_fwd", {"num_heads": 10}, ["num_heads is 10"]),
+    ("attention_packed_fwd", {"num_heads": H + 2 * HK}, ["q has 8 heads and k has 0"]),
     ("attention_bwd", {"dout": torch.zeros(B, H, SQ, D)}, ["dout has shape [2,4,5,8]; the op accepts [2,4,5,6]"]),
     ("attention_bwd", {"out": torch.zeros(B, H, SK, DV)}, ["out has shape [2,4,7,6]"]),
     ("attention_bwd", {"dout": torch.zeros(B, H, SQ, DV, dtype=half)}, ["dout and q have different dtypes"]),
@@ -150,6 +154,8 @@ REFUSED = [
     ("attention_bwd", {"need_dbias": True}, ["need_dbias is true but there is no bias"]),
     ("attention_packed_bwd", {name: torch.randn(B, HK, SK, D) for name in "kv"}, ["the op accepts one length and head size"]),
     ("attention_packed_bwd", {"v": torch.randn(B, HK, SQ, DV), **{name: torch.randn(B, H, SQ, DV) for name in ("out", "dout")}}, ["one length and head size"]),
+    ("attention_packed_bwd", {**{name: x[:1] for name, x in packed_backward().items() if name != "scale"}, "q_starts": starts([0, SQ]),
+                              "k_starts": starts([0, SQ]), "max_q": SQ, "max_k": SQ}, ["no packed sequences"]),
     ("attention_cached", {"q": torch.randn(H, SQ, D)}, ["[4,5,8]", "[pages,Hk,page_size,D]"]),
     ("attention_cached", {"k": torch.randn(HK, PAGE, D)}, ["[2,4,8]", "[pages,Hk,page_size,D]"]),
     ("attention_cached", {"v": torch.randn(HK, PAGE, D)}, ["[2,4,8]", "[pages,Hk,page_size,D]"]),
@@ -186,6 +192,7 @@ REFUSED = [
     ("masked_softmax_bwd", {"need_dbias": True}, ["need_dbias is true but there is no bias"]),
     ("split_heads", {"x": torch.randn(B, SQ, 10)}, ["[2,5,10]", "num_heads is 4"]),
     ("split_heads", {"x": torch.randn(B, 1, SQ, H * D)}, ["[2,1,5,32]"]),
+    ("split_heads", {"x": torch.randn(B, 1, H, D)}, ["[2,1,4,8]"]),
     ("split_heads", {"num_heads": 0}, ["num_heads is 0"]),
     ("split_heads", {"bias": torch.randn(H)}, ["bias has shape [4]; the op accepts [32]"]),
     ("split_heads", {"bias": torch.zeros(H * D, dtype=half)}, ["bias and x have different dtypes"]),
@@ -292,3 +299,79 @@ def test_strides_of_what_a_mask_has_for_each_sequence():
             copies = {name: x.expand(B, -1).contiguous() for name, x in given.items()}
             q = attention()
             assert torch.equal(run("attention_fwd", q | given)[0], run("attention_fwd", q | copies)[0])
+
+
+ZERO = {name: torch.zeros(B, n, 0, D) for name, n in (("q", H), ("k", HK), ("v", HK))}
+# The call, what is changed in it, and the shape of its first output.
+AT_THE_EDGE = [
+    ("attention_fwd", ZERO | {"bias": torch.zeros(1, H, 0)}, (B, H, 0, D)),
+    ("attention_fwd", {name: torch.zeros(0, *x.shape[1:]) for name, x in attention().items() if name in "qkv"} |
+     {"bias": torch.zeros(1, 1, 1, 1), "mask": ones(0, 1, 1, 1, dtype=boolean), "dropout_p": 0.5, "rng_state": ones(0, H, 6)}, (0, H, SQ, DV)),
+    ("attention_fwd", {"q": torch.zeros(B, 0, SQ, D)}, (B, 0, SQ, DV)),
+    ("attention_fwd", {"q": torch.zeros(B, 0, SQ, D), "k": torch.zeros(B, 0, SK, D), "v": torch.zeros(B, 0, SK, DV)}, (B, 0, SQ, DV)),
+    ("attention_fwd", {"k": torch.zeros(B, 1, SK, D), "v": torch.zeros(B, 1, SK, DV)}, (B, H, SQ, DV)),
+    ("attention_fwd", {"blocks": ones(1, 1, SQ, SK, dtype=boolean), "block_size": 1}, (B, H, SQ, DV)),
+    ("attention_fwd", {"dropout_p": 1.0, "rng_state": starts([1, 2, 1, 1, 1, 1])[:2]}, (B, H, SQ, DV)),  # what comes after is not its own
+    ("attention_fwd, packed", {"q_starts": starts([0, 2, 5, -9])[:3], "k_starts": starts([0, 3, 7, -9])[:3]}, (1, H, 5, DV)),
+    ("attention_fwd, packed", {"q_starts": starts([0, 0, 3, 5]), "k_starts": starts([0, 3, 7, 7]), "max_q": 3}, (1, H, 5, DV)),
+    ("attention_fwd, packed", {name: x[:, :, :0] for name, x in packed_sequences().items() if name in "qkv"} |
+     {"q_starts": starts([0]), "k_starts": starts([0]), "max_q": 0, "max_k": 0}, (1, H, 0, DV)),
+    ("attention_packed_fwd", {"qkv": torch.zeros(B, SQ, H + 2 * HK, 3)}, (B, H, SQ, 3)),
+    ("attention_packed_fwd", {"num_heads": 0}, (B, 0, SQ, D)),
+    ("attention_packed_fwd", {"qkv": torch.zeros(B, SQ, 0, D), "num_heads": 0}, (B, 0, SQ, D)),
+    ("attention_packed_fwd", {"qkv": torch.zeros(1, SQ, H + 2 * HK, D), "q_starts": starts([0, 2, SQ]), "k_starts": starts([0, 2, SQ]),
+                              "max_q": 3, "max_k": 3}, (1, H, SQ, D)),
+    ("attention_cached", {"k": torch.zeros(PAGES, HK, 1, D), "v": torch.zeros(PAGES, HK, 1, DV), "page_size": 1}, (B, H, SQ, DV)),
+    ("attention_cached", {"q": torch.zeros(B, 0, SQ, D), "k": torch.zeros(PAGES, 0, PAGE, D), "v": torch.zeros(PAGES, 0, PAGE, DV)}, (B, 0, SQ, DV)),
+    ("attention_cached", {"k": torch.zeros(PAGES, 1, PAGE, D), "v": torch.zeros(PAGES, 1, PAGE, DV)}, (B, H, SQ, DV)),
+    ("split_heads", {"num_heads": 1}, (B, 1, SQ, H * D)),
+    *(("dropout_mask", {"p": p}, (B, H, SQ, SK)) for p in (0.0, 1.0)),
+    *(("dropout_mask", {name: 0}, [0 if name == key else n for key, n in (("B", B), ("H", H), ("Sq", SQ), ("Sk", SK))])
+      for name in ("B", "H", "Sq", "Sk")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name,changed,shape", AT_THE_EDGE)
+def test_what_is_just_accepted(name, changed, shape):
+    found = run(name, changed)
+    assert (found if isinstance(found, torch.Tensor) else found[0]).shape == tuple(shape)
+
+
+@pytest.mark.parametrize("name", ["attention_bwd", "attention_packed_bwd"])
+def test_without_query_heads_keys_and_values_have_gradients_of_zero(name):
+    """In memory that held something else before."""
+    none = {key: x[:, :0] for key, x in CALLS[name]().items() if key not in ("k", "v", "scale")}
+    for n in (D, DV, H + 2 * HK):
+        [torch.full((B, HK, max(SQ, SK), n), torch.nan) for _ in range(20)]
+    found = run(name, none)
+    for grad in found[:1] if name == "attention_packed_bwd" else found[1:3]:
+        assert grad.numel() and not grad.any()
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 3, 4), (2, 0, 4), (2, 3, 1), (1, 1, 1)])
+def test_outputs_are_dense(sizes, last):
+    """With torch's strides, those of attention in the order of the queries'."""
+    mask = run("dropout_mask", dict(zip(("B", "H", "Sq", "Sk"), (*sizes, last))))
+    assert mask.stride() == torch.empty(*sizes, last).stride()
+    b, h, s = sizes
+    v = torch.zeros(b, h, SK, last)
+    for q in (torch.zeros(b, h, s, D), torch.zeros(D).as_strided((b, h, s, D), (0, 0, 0, 1))):
+        assert run("attention_fwd", {"q": q, "k": v.new_zeros(b, h, SK, D), "v": v})[0].stride() == mask.stride()
+    q = torch.zeros(s, b, h, D).permute(1, 2, 0, 3)
+    out = run("attention_fwd", {"q": q, "k": v.new_zeros(b, h, SK, D), "v": v})[0]
+    if max(sizes) > 1 and min(sizes) > 1:
+        assert out.stride() == torch.empty(s, b, h, last).permute(1, 2, 0, 3).stride()
+
+
+@pytest.mark.parametrize("width", [2, D])
+def test_only_what_has_another_last_stride_is_copied(width):
+    given = {name: torch.randn(B, 8, n, 2 * width) for name, n in (("q", H), ("k", HK), ("v", HK))}
+    whole = {name: x[..., :width].transpose(1, 2) for name, x in given.items()}
+    apart = {name: x[..., ::2].transpose(1, 2) for name, x in given.items()}
+    for views, copied in ((whole, False), (apart, True)):
+        with torch.profiler.profile() as profile:
+            out = run("attention_fwd", views)[0]
+        assert ("aten::clone" in {event.key for event in profile.key_averages()}) == copied
+        copies = {name: x.contiguous() for name, x in views.items()}
+        assert torch.equal(out, run("attention_fwd", copies)[0])

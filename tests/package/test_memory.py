@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 
 import pytest
+import torch
 from test_threads import run_python
 
 pytestmark = [
@@ -139,3 +141,37 @@ k, v = (torch.randn(1, 8, 32768, 64).bfloat16() for _ in range(2))
 print(peak_of(lambda: mha_ext.attention(q, k, v)))
 """)
     assert used < 12 * MB, f"{used / MB:.0f} MB"
+
+
+def advised(x: torch.Tensor) -> tuple[int, int]:
+    """For how many bytes of a tensor huge pages are asked, and how many lie in whole pages."""
+    first, last, found = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), 0
+    with open("/proc/self/smaps") as f:
+        for line in f:
+            if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                start, end = (int(n, 16) for n in place.groups())
+            elif line.startswith("VmFlags:") and "hg" in line.split():
+                found += max(min(end, last) - max(start, first), 0)
+    page = 2 * MB
+    return found, max(last // page - -(-first // page), 0) * page
+
+
+def test_big_outputs_ask_for_huge_pages():
+    """From 32 MB on, for whole pages alone."""
+    if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        pytest.skip("no huge pages here")
+    x = torch.zeros(1, 33, 256, 1024)  # 33 MB
+    for heads, dtype in (
+        (31, torch.float32),
+        (32, torch.float32),
+        (33, torch.float32),
+        (31, torch.float64),
+        (32, torch.bfloat16),
+    ):
+        out = torch.ops.mha_ext.merge_heads(x[:, :heads].to(dtype))
+        found, whole = advised(out)
+        assert found == (whole if out.numel() * out.element_size() >= 32 * MB else 0)
+    state = torch.tensor([1, 2])
+    for rows in (31, 32):
+        found, whole = advised(torch.ops.mha_ext.dropout_mask(state, 0.0, 1, rows, 1024, 1024))
+        assert found == (whole if rows == 32 else 0)
