@@ -152,20 +152,29 @@ void test_efficiency() {
   }
 }
 
-// A gradient of the bias that heads share, in fp32; talking heads, whose tasks are blocks of 64 queries.
-void test_shared_sums() {
+// A bias [1,H,S,S] of several sequences, or [1,1,S,S] of one.
+AttentionPlan plan_with_bias(const Kernels& kernels, const Shape& s, mha::DType dtype, int threads) {
   const float x = 0;
+  mha::AttentionProblem p = problem_of(s, dtype);
+  p.bias.data = const_cast<float*>(&x);
+  p.bias.stride[3] = 1, p.bias.stride[2] = s.S, p.bias.stride[1] = s.B > 1 ? s.S * s.S : 0;
+  return kernels.attention_plan(p, threads);
+}
+
+constexpr Shape kBiasShapes[] = {kShapes[0], kShapes[1], {1, 8, 8, 4096, 64, true}};
+
+// A gradient of the bias that heads share; talking heads, whose tasks are blocks of 64 queries.
+void test_shared_sums() {
   for (const Kernels* kernels : every_isa()) {
-    for (const Shape& s : {kShapes[0], kShapes[1], Shape{1, 8, 8, 4096, 64, true}}) {
-      for (int threads : {2, 64, 128}) {
-        mha::AttentionProblem p = problem_of(s, mha::DType::f32);
-        p.bias.data = const_cast<float*>(&x);
-        p.bias.stride[3] = 1, p.bias.stride[2] = s.S, p.bias.stride[1] = s.B > 1 ? s.S * s.S : 0;
-        const AttentionPlan plan = kernels->attention_plan(p, threads);
-        const std::string on =
-            std::string(kernels->isa) + " S" + std::to_string(s.S) + ", on " + std::to_string(threads);
-        check(plan.bwd_efficiency >= 0.85 && plan.bwd_efficiency <= 1 + 1e-9,
-              on + " a shared bias: backward " + std::to_string(plan.bwd_efficiency));
+    for (mha::DType dtype : {mha::DType::f32, mha::DType::bf16, mha::DType::f16}) {
+      for (const Shape& s : kBiasShapes) {
+        for (int threads : {2, 64, 128, 256}) {
+          const AttentionPlan plan = plan_with_bias(*kernels, s, dtype, threads);
+          const std::string on = std::string(kernels->isa) + " " + harness::name_of(dtype) + " S" +
+                                 std::to_string(s.S) + ", on " + std::to_string(threads);
+          check(plan.bwd_efficiency >= (threads <= 128 ? 0.85 : 0.8) && plan.bwd_efficiency <= 1 + 1e-9,
+                on + " a shared bias: backward " + std::to_string(plan.bwd_efficiency));
+        }
       }
     }
     for (int threads : {2, 16, 32}) {
@@ -191,19 +200,21 @@ void test_memory_is_that_of_the_heads_under_way() {
   }
 }
 
-// What test_efficiency looks at, for docs/performance.md.
+// What test_efficiency and test_shared_sums look at, for docs/performance.md.
 void print_table() {
   for (const Kernels* kernels : every_isa()) {
     for (mha::DType dtype : {mha::DType::f32, mha::DType::bf16}) {
-      for (const Shape& s : kShapes) {
-        std::printf("%s %s B%d H%d/%d S%d D%d:", kernels->isa, harness::name_of(dtype), int(s.B), int(s.H), int(s.Hk),
-                    int(s.S), int(s.D));
+      auto print = [&](const Shape& s, const char* bias, auto plan_on) {
+        std::printf("%s %s B%d H%d/%d S%d D%d%s:", kernels->isa, harness::name_of(dtype), int(s.B), int(s.H), int(s.Hk),
+                    int(s.S), int(s.D), bias);
         for (int threads : {64, 128, 256}) {
-          const AttentionPlan plan = plan_of(*kernels, s, dtype, threads);
+          const AttentionPlan plan = plan_on(*kernels, s, dtype, threads);
           std::printf("  on %d forward %.2f, backward %.2f", threads, plan.fwd_efficiency, plan.bwd_efficiency);
         }
         std::printf("\n");
-      }
+      };
+      for (const Shape& s : kShapes) print(s, "", plan_of);
+      for (const Shape& s : kBiasShapes) print(s, " shared bias", plan_with_bias);
     }
   }
 }

@@ -204,6 +204,15 @@ std::vector<Case> cases() {
     if (bias == 0b0001) shared.intervals = true;
     if (bias == 0b0011) shared.dense = 0b0010, shared.minus_inf_bias = true;
   }
+  for (DType dtype : {DType::bf16, DType::f16}) {  // on AMX by tiles of 32 queries and keys
+    for (int bias : {0b0001, 0b0010, 0b0011}) {
+      Case& shared = add(dtype, bias == 0b0001 ? 560 : 210, 230);  // more than one span of queries
+      shared.B = bias == 0b0001 ? 2 : 3, shared.bias = bias, shared.dbias = true;
+      if (bias == 0b0001) shared.band_lo = -300, shared.band_hi = 10, shared.intervals = true;
+      if (bias == 0b0010) shared.documents = shared.poison_hidden = true, shared.dropout = 0.3;
+      if (bias == 0b0011) shared.dense = 0b0110, shared.poison_seen = true, shared.softcap = 1.5;
+    }
+  }
   Case& dense = add(DType::bf16, 260, 330);
   dense.dense = 0b0001, dense.poison_seen = true;
   Case& many = add(DType::f16, 190, 190);

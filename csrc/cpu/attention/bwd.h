@@ -36,7 +36,8 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
 
   // Of a pass's five products with a block: two come before the wait for dQ's turn, two after it is passed on.
   static constexpr int kBlocksAtOnce = 1;
-  static constexpr bool kBiasByTiles = true;
+  static constexpr int kBiasTile = kMaxKeys;
+  static constexpr int64_t visits(int64_t) { return 1; }
   static constexpr DqTurn dq_turn(double tiles) { return {0.4 / tiles, 1 - 0.8 / tiles}; }
 
   BackwardWorker(const AttentionBackward& p, const BackwardPlan& plan, const BackwardShared<BackwardHead<Unit>>& shared,
@@ -76,7 +77,7 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
     bool loaded[kPassTiles] = {};
     for (int64_t n = ceil_div(p_.Sq, kMaxRows); n-- > 0;) {
       if (!this->reach(n, first, keys, &turn_)) {
-        this->skip_bias(h, n, first, keys);
+        this->skip_bias(h, n * kMaxRows, kMaxRows, first, keys);
         continue;
       }
       if (turn_.first) {
@@ -92,7 +93,7 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
         const int tile_keys = int(min64(kMaxKeys, first + keys - key));
         const TileKind kind = classify(s_.mask, p_.mask, head_.blocks[n].rows, key, tile_keys);
         if (kind == TileKind::none) {
-          this->add_bias(h, n, key, [] {});
+          this->skip_bias(h, n * kMaxRows, kMaxRows, key, tile_keys);
           continue;
         }
         if (!loaded[t]) load_keys<T>(s_.keys[t], p_, b_, hk_, key, tile_keys);
@@ -186,7 +187,7 @@ class BackwardWorker : BackwardPlace<BackwardHead<Unit>> {
                                  : mask  ? plain_tile<Unit, Degree, true>(s_.tile, block, p_.scale, mask, keys)
                                          : plain_tile<Unit, Degree, false>(s_.tile, block, p_.scale, mask, keys);
     if (p_.dbias.data) {
-      this->add_bias(block.rows.head[0], n, first_key,
+      this->add_bias(block.rows.head[0], block.rows.query[0], first_key,
                      [&] { this->add_bias_gradient(s_.tile.bias, block.rows, first_key, keys, s_.diagonals); });
     }
     add_products(n, k, t, mask, first_key, keys);
@@ -336,7 +337,7 @@ template <class Unit, int Degree>
 std::size_t backward_workspace(const AttentionBackward& p, int threads) {
   std::size_t bytes = 0;
   with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
-    const BackwardPlan plan(p, threads, Worker::kBiasByTiles);
+    const BackwardPlan plan(p, threads, Worker::kBiasTile);
     Arena all(nullptr);
     const BackwardShared<Head> shared(all, p, plan);
     bytes = all.used() + std::size_t(threads) * Worker::bytes(p, plan, shared);
@@ -361,7 +362,7 @@ template <class Unit, int Degree>
 void run_backward(const AttentionBackward& p, const Threads& threads, void* workspace) {
   with_worker<Unit, Degree>(p, [&]<class Worker, class Head>() {
     using T = typename Head::T;
-    const BackwardPlan plan(p, threads.count, Worker::kBiasByTiles);
+    const BackwardPlan plan(p, threads.count, Worker::kBiasTile);
     Arena all(workspace);
     const BackwardShared<Head> shared(all, p, plan);
     // Calls f(part of dbias, first element, elements).

@@ -144,7 +144,8 @@ inline double forward_efficiency(const AttentionForward& p, int threads) {
 template <class Worker>
 double turns_end(const AttentionBackward& p, const BackwardPlan& plan, const StepCosts& costs, int threads) {
   const int64_t blocks = costs.blocks, places = plan.slots * blocks, key_places = plan.key_slots * plan.chunks;
-  const int64_t bias_places = plan.bias_turns ? plan.bias_owners(p) * plan.chunks * blocks : 0;
+  const int64_t visits = plan.bias_turns ? Worker::visits(plan.pass_keys) : 1;
+  const int64_t bias_places = plan.bias_turns ? plan.bias_owners(p) * plan.chunks * visits * blocks : 0;
   const Scratch<double> times(3 * places + key_places + bias_places);
   // When the first pass of the head has come to a block; when dQ was passed on; when all passes had left.
   double *const packed = times.get(), *const turns = packed + places, *const done = turns + places;
@@ -171,12 +172,16 @@ double turns_end(const AttentionBackward& p, const BackwardPlan& plan, const Ste
         now = std::max(now, packs ? done[at + n] : packed[at + n]);
         if (packs) packed[at + n] = now;
       });
-      for_each_block([&](int64_t n, double cost) {
-        now += turn.before * cost;
-        if (bias_places == 0) return;  // a tile is passed on as soon as it is added
-        double& added = bias[(plan.bias_owner(p, t.b, t.first_head) * plan.chunks + t.chunk) * blocks + n];
-        now = added = std::max(now, added) + 0.1 * cost;
-      });
+      for (int64_t visit = 0; visit < visits; ++visit) {
+        const int64_t owned = plan.bias_owner(p, t.b, t.first_head) * plan.chunks + t.chunk;
+        for_each_block([&](int64_t n, double all_visits) {
+          const double cost = all_visits / double(visits);
+          now += turn.before * cost;
+          if (bias_places == 0) return;  // a tile is passed on as soon as it is added
+          double& added = bias[(owned * visits + visit) * blocks + n];
+          now = added = std::max(now, added) + 0.1 * cost;
+        });
+      }
       double after = 0;
       for_each_block([&](int64_t n, double cost) {
         now = turns[at + n] = std::max(now, turns[at + n]) + turn.held * cost;
@@ -195,7 +200,7 @@ double turns_end(const AttentionBackward& p, const BackwardPlan& plan, const Ste
 
 template <class Worker>
 double backward_efficiency(const AttentionBackward& p, int threads) {
-  const BackwardPlan plan(p, threads, Worker::kBiasByTiles);
+  const BackwardPlan plan(p, threads, Worker::kBiasTile);
   const int64_t heads = p.B * p.H;
   if (heads == 0 || p.Sq == 0 || p.Sk == 0 || ceil_div(p.Sq, kMaxRows) * plan.chunks > kMostSteps) return 0;
   const StepCosts costs(p, kMaxRows, plan.chunk_keys);
@@ -234,8 +239,7 @@ inline double backward_efficiency(const AttentionBackward& p, int threads) {
 }
 
 inline int64_t backward_tasks(const AttentionBackward& p, int threads) {
-  return with_backward_worker(p,
-                              [&]<class Worker>() { return BackwardPlan(p, threads, Worker::kBiasByTiles).units(); });
+  return with_backward_worker(p, [&]<class Worker>() { return BackwardPlan(p, threads, Worker::kBiasTile).units(); });
 }
 
 // Talking heads: a task is a block of queries with all heads.

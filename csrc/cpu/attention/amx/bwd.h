@@ -35,9 +35,11 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
  public:
   using Scratch = AmxBackwardScratch<N>;
 
-  // dQ comes last, block after block of a span.
+  // A pass visits the blocks of a span for each run of its keys, and adds to the bias then; dQ comes last, block after
+  // block.
   static constexpr int kBlocksAtOnce = kSpanBlocks;
-  static constexpr bool kBiasByTiles = false;
+  static constexpr int kBiasTile = kRun;
+  static constexpr int64_t visits(int64_t pass_keys) { return pass_keys / kRun; }
   static constexpr DqTurn dq_turn(double) { return {0.8, 0.2}; }
 
   AmxBackwardWorker(const AttentionBackward& p, const BackwardPlan& plan,
@@ -129,7 +131,10 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
     for (int n = blocks; n-- > 0;) {
       BlockTurn& turn = turns_[n];
       reached_[n] = this->reach(block + n, span_key_, span_keys, &turn);
-      if (!reached_[n]) continue;
+      if (!reached_[n]) {
+        this->skip_bias(h, (block + n) * kMaxRows, kMaxRows, span_key_, span_keys);
+        continue;
+      }
       if (turn.first) {
         turn.wait_until_free();
         load_queries(h, block + n);
@@ -154,11 +159,12 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
           kind[n] = TileKind::some;
         }
         some |= kind[n] != TileKind::none;
+        if (kind[n] == TileKind::none) this->skip_bias(h, (block + n) * kMaxRows, kMaxRows, key, keys);
       }
       if (!some) continue;
       if (!s_.keys_held[held_ / kKeyRuns]) load_keys();
       for (int half = 0; half < 2 && half * kRun < keys; ++half)
-        run_keys(int((key - span_key_) / kRun) + half, kind, blocks, half * kRun);
+        run_keys(h, int((key - span_key_) / kRun) + half, kind, blocks, half * kRun);
     }
     for (int n = blocks; n-- > 0;) {
       if (!reached_[n]) continue;
@@ -173,13 +179,14 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
   }
 
   // One run of the span's keys, from first_key of its tile on.
-  void run_keys(int run, const TileKind* kind, int blocks, int first_key) {
+  void run_keys(int64_t h, int run, const TileKind* kind, int blocks, int first_key) {
     SeeingRun seeing[kRowRuns];
     int count = 0;
     for (int q = 0; q < 2 * blocks; ++q) {
       RunMask mask{s_.masks + q / 2, first_key, q % 2 * kRun};
       TileKind part = kind[q / 2];
-      if (part == TileKind::some) part = part_kind(mask);
+      if (part == TileKind::some && (part = part_kind(mask)) == TileKind::none)
+        this->skip_bias(h, (first_run_ + q) * kRun, kRun, span_key_ + run * kRun, kRun);
       if (part == TileKind::none) continue;
       if (part == TileKind::all) mask.mask = nullptr;
       seeing[count++] = {q, mask};
@@ -285,7 +292,9 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
     const RowBlock& rows = head_.rows[query_run];
     if (!p_.dbias.data || rows.rows == 0) return;
     const int64_t first = span_key_ + run * kRun;
-    Place::add_bias_gradient(s_.modifiers.bias, rows, first, int(min64(kRun, last_key_ - first)), s_.diagonals);
+    this->add_bias(rows.head[0], query_run * kRun, first, [&] {
+      Place::add_bias_gradient(s_.modifiers.bias, rows, first, int(min64(kRun, last_key_ - first)), s_.diagonals);
+    });
   }
 
   // sum[key][column] += weight[key][query] * row[query][column] for the queries of the runs first .. last of the span.

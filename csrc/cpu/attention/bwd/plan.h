@@ -66,8 +66,10 @@ struct BackwardPlan {
   int64_t chunks, chunk_keys;    // a task's keys
   int64_t pass_keys;
   int64_t slots = 0, key_slots = 0;  // by turns: heads, and key/value heads that several of them share, under way
-  // Heads meet in dbias, of which each adds to a tile of queries and keys after the one before it.
+  // Heads meet in dbias, of which each adds to a tile of queries and keys after the one before it. A tile has
+  // bias_tile of both, as many as the worker adds at a time.
   bool bias_turns = false;
+  int64_t bias_tile;
   bool bias_of_batch, bias_of_head;  // each sequence, each head, has a dbias of its own
   // Tasks in a grid of (batch, key/value head and split, chunk); an axis along which tasks meet in dbias is shared.
   int64_t axis[3];
@@ -75,8 +77,7 @@ struct BackwardPlan {
   int64_t owned, shared_tasks, parts;  // units = owned * parts, each of about shared_tasks / parts tasks
   int64_t bias_elements, bias_origin;  // of dbias in memory; which of them is that of query 0 and key 0
 
-  // by_tiles: whoever does the tasks takes turns at the tiles of dbias.
-  BackwardPlan(const AttentionBackward& p, int threads, bool by_tiles = true) {
+  BackwardPlan(const AttentionBackward& p, int threads, int64_t tile_of_bias) : bias_tile(tile_of_bias) {
     const int64_t pairs = max64(1, p.B * p.Hk), tiles = ceil_div(p.Sk, kMaxKeys), all_heads = p.B * p.H;
     group = p.Hk ? p.H / p.Hk : 0;
     const int64_t size[3] = {p.B, p.H, p.Sk};
@@ -84,8 +85,8 @@ struct BackwardPlan {
     bool met = false;
     for (int a = 0; a < 3; ++a) met |= p.dbias.data && bias_stride[a] == 0 && size[a] > 1;
     bias_of_batch = p.dbias.stride[0] != 0, bias_of_head = p.dbias.stride[1] != 0;
-    // By tiles, or where there are enough of them, all heads with one dbias are one thread's: the same order of sums.
-    const bool by_shapes = met && !(by_tiles && bias_stride[2] != 0 && p.dbias.stride[2] > 0);
+    // By turns, or where there are enough of them, all heads with one dbias are one thread's: the same order of sums.
+    const bool by_shapes = met && (bias_stride[2] == 0 || p.dbias.stride[2] <= 0);
     const int64_t biases = (bias_of_batch ? p.B : 1) * (bias_of_head ? p.Hk : 1);
     const bool by_bias = met && !by_shapes && whole_heads(biases, threads);
     bias_turns = met && !by_shapes && !by_bias;

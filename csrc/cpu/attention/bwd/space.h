@@ -112,18 +112,19 @@ struct BackwardTurns {
   int64_t blocks, chunks, step;
   BackwardPasses* passes;       // [B][blocks], worked out once
   Turn *queries, *done, *keys;  // [slots][blocks] both; [key slots][chunks]
-  Turn* bias;                   // [dbias that heads have in common][tiles of keys][blocks]: how many have added
-  int64_t tiles, biases;
+  Turn* bias;                   // [dbias that heads have in common][tiles of queries][of keys]: how many have added
+  int64_t bias_rows, bias_keys, bias_turns;
   std::atomic<bool>* stopped;
 
   BackwardTurns(Arena& arena, const AttentionBackward& p, const BackwardPlan& plan)
       : blocks(ceil_div(p.Sq, kMaxRows)), chunks(plan.chunks), step(plan.chunks + 1) {
-    tiles = ceil_div(p.Sk, kMaxKeys), biases = plan.bias_turns ? plan.bias_owners(p) : 0;
+    bias_rows = ceil_div(p.Sq, plan.bias_tile), bias_keys = ceil_div(p.Sk, plan.bias_tile);
+    bias_turns = plan.bias_turns ? plan.bias_owners(p) * bias_rows * bias_keys : 0;
     passes = arena.take<BackwardPasses>(plan.by_turns ? p.B * blocks : 0);
     queries = arena.take<Turn>(plan.slots * blocks);
     done = arena.take<Turn>(plan.slots * blocks);
     keys = arena.take<Turn>(plan.key_slots * plan.chunks);
-    bias = arena.take<Turn>(biases * tiles * blocks);
+    bias = arena.take<Turn>(bias_turns);
     stopped = reinterpret_cast<std::atomic<bool>*>(arena.take<Turn>(plan.waits() ? 1 : 0));
   }
   void begin(const Threads& threads, const AttentionBackward& p, const BackwardPlan& plan) const {
@@ -137,7 +138,7 @@ struct BackwardTurns {
     });
     for (Turn* turns : {queries, done}) begin_turns(threads, turns, plan.slots * blocks);
     begin_turns(threads, keys, plan.key_slots * plan.chunks);
-    begin_turns(threads, bias, biases * tiles * blocks);
+    begin_turns(threads, bias, bias_turns);
     new (stopped) std::atomic<bool>(false);
   }
   BlockTurn at(const BackwardTask& t, int64_t block, const BackwardPasses& passes) const {
@@ -239,20 +240,23 @@ class BackwardPlace {
 
   // Calls f() when head h is next to add to the dbias of a tile, and passes that on.
   template <class F>
-  void add_bias(int64_t h, int64_t block, int64_t first_key, F f) const {
+  void add_bias(int64_t h, int64_t first_query, int64_t first_key, F f) const {
     if (!plan_.bias_turns) return f();
     const BackwardTurns& turns = shared_.turns;
-    const int64_t tile = plan_.bias_owner(p_, b_, h) * turns.tiles + first_key / kMaxKeys;
+    const int64_t rows = plan_.bias_owner(p_, b_, h) * turns.bias_rows + first_query / plan_.bias_tile;
     const int64_t number = plan_.bias_number(p_, b_, h);
-    Turn& turn = turns.bias[tile * turns.blocks + block];
+    Turn& turn = turns.bias[rows * turns.bias_keys + first_key / plan_.bias_tile];
     wait_for(turn, number, *turns.stopped);
     f();
     pass_on(turn, number + 1);
   }
-  // The same of all tiles of a block that are left out; where a band alone says so, all heads leave them out.
-  void skip_bias(int64_t h, int64_t block, int64_t first_key, int64_t keys) const {
-    if (!plan_.bias_turns || !(p_.mask.begin || p_.mask.end)) return;
-    for (int64_t key = first_key; key < first_key + keys; key += kMaxKeys) add_bias(h, block, key, [] {});
+  // The same of tiles that are left out; where a band alone says so, all heads leave them out.
+  void skip_bias(int64_t h, int64_t first_query, int64_t rows, int64_t first_key, int64_t keys) const {
+    if (!plan_.bias_turns || !(p_.mask.begin || p_.mask.end || p_.mask.elementwise())) return;
+    const int64_t last_query = min64(p_.Sq, first_query + rows), last_key = min64(last_key_, first_key + keys);
+    for (int64_t query = first_query; query < last_query; query += plan_.bias_tile) {
+      for (int64_t key = first_key; key < last_key; key += plan_.bias_tile) add_bias(h, query, key, [] {});
+    }
   }
 
   // Calls f(first, last, dk, dv) when head h is next to add to the sums of its group: whether it is the first and the
