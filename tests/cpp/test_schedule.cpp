@@ -172,8 +172,13 @@ void test_shared_sums() {
           const AttentionPlan plan = plan_with_bias(*kernels, s, dtype, threads);
           const std::string on = std::string(kernels->isa) + " " + harness::name_of(dtype) + " S" +
                                  std::to_string(s.S) + ", on " + std::to_string(threads);
-          check(plan.bwd_efficiency >= (threads <= 128 ? 0.85 : 0.8) && plan.bwd_efficiency <= 1 + 1e-9,
+          // Adding up, a tenth of the work, counts as none; tiles of AMX hand dQ on span by span.
+          const bool tiles = std::string(kernels->isa) == "amx" && dtype != mha::DType::f32;
+          const double least = tiles ? (threads <= 128 ? 0.8 : 0.7) : (threads <= 128 ? 0.85 : 0.8);
+          check(plan.bwd_efficiency >= least && plan.bwd_efficiency <= 1 + 1e-9,
                 on + " a shared bias: backward " + std::to_string(plan.bwd_efficiency));
+          check(plan.bwd_tasks >= std::min(4 * int64_t(threads), s.B * s.H * s.S / 64) || threads == 2,
+                on + " a shared bias: backward has " + std::to_string(plan.bwd_tasks) + " tasks");
         }
       }
     }

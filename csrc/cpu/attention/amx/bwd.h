@@ -274,19 +274,20 @@ class AmxBackwardWorker : AmxBackwardResults<N> {
     }
   }
 
-  // The bias of a run of keys and one of queries, and what dropout multiplies with.
+  // The bias of a run of keys and one of queries, what dropout multiplies with, and the gradient of the weights.
   void load_modifiers(int run, int64_t query_run) {
     const RowBlock& rows = head_.rows[query_run];
     const Modifiers& to = s_.modifiers;
     const int64_t first = span_key_ + run * kRun;
     const int keys = int(min64(kRun, last_key_ - first));
     if (rows.rows < kRun) {  // lanes that are no rows
-      if (to.bias) std::fill_n(to.bias, kRun * kMaxRows, 0.0f);
-      if (to.factor) std::fill_n(to.factor, kRun * kMaxRows, 0.0f);
+      for (float* x : {to.bias, to.factor, to.dweights})
+        if (x) std::fill_n(x, kRun * kMaxRows, 0.0f);
     }
     if (rows.rows == 0) return;
     if (p_.bias.data) load_tile(to.bias, p_.bias, p_.bias_dtype, rows, first, keys);
     if (p_.dropout.rng_state) load_dropout(to.factor, p_, rows, first, keys);
+    if (p_.dweights.data) load_tile(to.dweights, p_.dweights, p_.dtype, rows, first, keys);
   }
   void add_bias_gradient(int run, int64_t query_run) {
     const RowBlock& rows = head_.rows[query_run];

@@ -11,10 +11,12 @@ constexpr int kKeyRuns = kSpanKeys / kRun, kRowRuns = kSpanRows / kRun, kSpanBlo
 static_assert(kMaxRows == 2 * kRun && kMaxKeys == 2 * kRun);
 
 // Whether AmxBackwardWorker knows all that the problem asks for.
-inline bool on_tiles(const AttentionBackward& p) { return p.D > 0 && p.Dv > 0 && !p.dweights.data; }
+inline bool on_tiles(const AttentionBackward& p) { return p.D > 0 && p.Dv > 0; }
 
-// Whether more than scale and mask lies between S and the softmax, or between weights and values.
-inline bool is_modified(const AttentionBackward& p) { return p.bias.data || p.softcap != 0 || p.dropout.rng_state; }
+// Whether more than scale and mask lies between S and the softmax, or more than a product with values comes of weights.
+inline bool is_modified(const AttentionBackward& p) {
+  return p.bias.data || p.softcap != 0 || p.dropout.rng_state || p.dweights.data;
+}
 
 template <int N>
 inline TilePairs take_pairs(Arena& arena, int64_t pairs) {
@@ -87,6 +89,7 @@ struct AmxBackwardScratch {
     repaired = arena.take<float>(N > 1 ? kRun * kMaxRows : 0);
     modifiers.bias = p_.bias.data ? arena.take<float>(kRun * kMaxRows) : nullptr;
     modifiers.factor = p_.dropout.rng_state ? arena.take<float>(kRun * kMaxRows) : nullptr;
+    modifiers.dweights = p_.dweights.data ? arena.take<float>(kRun * kMaxRows) : nullptr;
     diagonals = arena.take<double>(p_.dbias.data && p_.bias_relative ? p_.Sq + plan.chunk_keys : 0);
   }
 };

@@ -136,17 +136,18 @@ struct PlainPairs {
 // What a run of keys and one of queries have besides, [kRun][kMaxRows]; null: nothing.
 struct Modifiers {
   float *bias, *factor;  // the bias, and afterwards its gradient; what dropout multiplies with
+  float* dweights;       // what joins dP
 };
 
-// The same with dropout, where dp holds dP, and, but for kRaw, where a soft cap or a bias lies between S and the
-// softmax. P has more digits then, as its errors may be summed up in the gradient of a bias. (Everything is held by
-// value: what lies in memory would be read again after each store.)
+// The same with dropout, where dp holds dP, with gradients of the weights, and, but for kRaw, where a soft cap or a
+// bias lies between S and the softmax. P has more digits then, as its errors may be summed up in the gradient of a
+// bias. (Everything is held by value: what lies in memory would be read again after each store.)
 template <int N, bool kRaw>
 struct ModifiedPairs {
   const TileMask<float>* const mask;
   const int first_key, first_row;
   float* const bias;
-  const float *const factor, *const lse, *const lse_rest, *const delta;
+  const float *const factor, *const dweights, *const lse, *const lse_rest, *const delta;
   const bool gradient_of_bias;
   const VecF scale2, minus_lse2[2];
   const CappedScores<float> capped;
@@ -157,6 +158,7 @@ struct ModifiedPairs {
         first_row(visible.first_row),
         bias(m.bias),
         factor(m.factor),
+        dweights(m.dweights),
         lse(rows.lse),
         lse_rest(rows.lse_rest),
         delta(rows.delta),
@@ -166,6 +168,7 @@ struct ModifiedPairs {
         capped(ScoreRule<float>(p)) {}
   MHA_INLINE void operator()(int j, int q, VecF s, VecF dp, VecF* weight, VecF* gradient) const {
     const int at = j * kMaxRows + 16 * q;
+    if (dweights) dp = dp + load(dweights + at);
     VecF w, slope = set1(1.0f);
     if constexpr (kRaw) {
       w = exp2_for_planes<N>(fma(s, scale2, minus_lse2[q]));

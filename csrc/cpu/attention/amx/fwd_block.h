@@ -42,6 +42,7 @@ class AmxForwardBlock : AmxRows<N> {
       visit_units();
     }
     Rows::store_rows();
+    if (p_.weights.data) store_weights();
   }
 
   // All of a head (b * Hk + key/value head), unless it is held already.
@@ -298,12 +299,15 @@ class AmxForwardBlock : AmxRows<N> {
     }
   }
 
-  // Scores of a cell to weights; meanwhile, those of the next one are made.
-  void softmax(const Unit& u, const Cell& cell, const Cell* next) {
+  bool all_seen(const Cell& cell) const {
+    return cell.masks ? cell.kind() == TileKind::all
+                      : all_[cell.strip].begin <= cell.first_key && cell.first_key + kRun <= all_[cell.strip].end;
+  }
+
+  // Products of a cell to scores; where they lie then.
+  const float* finish_scores(const Cell& cell) {
     if (N > 1 && !finite_) Rows::repair(cell);
-    const bool all = cell.masks
-                         ? cell.kind() == TileKind::all
-                         : all_[cell.strip].begin <= cell.first_key && cell.first_key + kRun <= all_[cell.strip].end;
+    const bool all = all_seen(cell);
     // Where bases may depend on scores that no exponent could be, these are kept as they are.
     const bool bases = Rows::unset_[cell.strip] != 0, plain = Rows::rule_.raw;
     if (!plain)
@@ -314,7 +318,12 @@ class AmxForwardBlock : AmxRows<N> {
     const bool settled = any_far_[cell.strip] || (bases && !plain);
     for (int row = 0; settled && row < kStripRows; ++row)
       Rows::settle(cell, row, s_.far[cell.strip * kStripRows + row]);
-    const float* x = Rows::scores(settled ? Rows::kSettled : cell.buffer, 0);
+    return Rows::scores(settled ? Rows::kSettled : cell.buffer, 0);
+  }
+
+  // Scores of a cell to weights; meanwhile, those of the next one are made.
+  void softmax(const Unit& u, const Cell& cell, const Cell* next) {
+    const float* x = finish_scores(cell);
     const bool large = p_.dropout.rng_state ? weigh_cell<true>(cell, next, x) : weigh_cell<false>(cell, next, x);
     if (__builtin_expect(large, 0)) Rows::raise_bases(u, cell);
   }
@@ -357,6 +366,29 @@ class AmxForwardBlock : AmxRows<N> {
       for (int row = chunk * bias.rows / kChunks; row < (chunk + 1) * bias.rows / kChunks; ++row) bias.fetch(row);
     });
     return _mm512_test_epi32_mask(large, _mm512_set1_epi32(0x40000000)) != 0;
+  }
+
+  // The weights as output, of scores made once more, now that each row's base and sum are known.
+  void store_weights() {
+    Rows::clear_weights();
+    if (s_.block->any_begin >= s_.block->any_end) return;
+    next_key_ = s_.block->any_begin / kUnitKeys * kUnitKeys, cells_ = units_ = 0;
+    Unit u{};
+    Cell cells[kUnitRuns * kStrips];
+    while (next_unit(u)) {
+      const int count = cells_of(u, cells);
+      multiply_scores(cells[0], 0, s_.score_steps.count);
+      sums_.store();
+      for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) multiply_scores(cells[i + 1], 0, s_.score_steps.count);
+        const float* x = finish_scores(cells[i]);
+        const int first = cells[i].strip * kStripRows;
+        for (int row = 0; p_.dropout.rng_state && row < kStripRows; row += 2)
+          kept_keys_.take(s_.kept + row, cells[i].first_key, first + row);
+        Rows::put_weights(cells[i], x, all_seen(cells[i]));
+        sums_.store();
+      }
+    }
   }
 
   void rescale() {

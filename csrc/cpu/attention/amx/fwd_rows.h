@@ -205,6 +205,7 @@ class AmxRows : protected AmxScores<N> {
       const VecF sum = reduce_block(x) * set1(N == 1 ? 1 / kRaised : 1.0f);
       float inverse[16];
       finish_rows(first, sum, inverse);
+      std::copy_n(inverse, 16, s_.factor + first);  // for put_weights
       const VecMask<float> empty = equal(sum, set1(0.0f));
       for (int r = first; r < std::min(first + 16, s_.block->rows); ++r) {
         void* out = element(p_.out.data, p_.dtype, s_.block->b * p_.out.stride[0] + s_.block->offset(p_.out.stride, r));
@@ -266,19 +267,57 @@ class AmxRows : protected AmxScores<N> {
       VecF low, high;
       low.v = _mm512_maskz_mul_ps(keep.m, load(x).v, factor.v);
       high.v = _mm512_maskz_mul_ps(keep.m, load(x + kHalf).v, factor.v);
-      const int n = int(min64(kRun, p_.Dv - d));
-      if (n == kRun) {
-        store_line(out + d, low, high);
-      } else {
-        store_n(out + d, low, n);
-        if (n > 16) store_n(out + d + 16, high, n - 16);
-      }
+      store_columns(out + d, low, high, int(min64(kRun, p_.Dv - d)));
     }
   }
   static MHA_INLINE void store_line(bf16* out, VecF low, VecF high) {
     _mm512_storeu_si512(out, __m512i(_mm512_cvtne2ps_pbh(high.v, low.v)));
   }
   static MHA_INLINE void store_line(f16* out, VecF low, VecF high) { store(out, low), store(out + 16, high); }
+
+  // ---- weights as output; rows of a block are queries of one head
+
+  void clear_weights() {
+    for (int r = 0; r < s_.block->rows; ++r) std::memset(weights_of(r, 0), 0, size_t(p_.Sk) * size_of(p_.dtype));
+  }
+  void* weights_of(int r, int64_t key) const {
+    return element(p_.weights.data, p_.dtype,
+                   s_.block->b * p_.weights.stride[0] + s_.block->offset(p_.weights.stride, r) + key);
+  }
+  // Of a cell, from its scores, once rows are finished. `all`: every row sees every key.
+  void put_weights(const Cell& cell, const float* score, bool all) {
+    // Times 2^kHeadroom, which bases are too high by: else small weights would be 0.
+    const float headroom = 1 << int(kHeadroom);
+    alignas(64) float sixteenths[16];
+    for (int i = 0; i < 16; ++i) sixteenths[i] = sixteenths_[i] * (N == 1 ? headroom / kRaised : headroom);
+    const Weigher weigher(exponent_, sixteenths);
+    // Known before the loop, as in modify.
+    const int keys = int(min64(kRun, p_.Sk - cell.first_key)), rows = rows_of(cell.strip);
+    const bool dropped = p_.dropout.rng_state;
+    const int64_t stride = p_.weights.stride[2];
+    const float *const base = s_.base + cell.strip * kStripRows, *const inverse = s_.factor + cell.strip * kStripRows;
+    using S = std::conditional_t<N == 1, bf16, f16>;
+    S* to = static_cast<S*>(weights_of(cell.strip * kStripRows, cell.first_key));
+    for (int row = 0; row < rows; ++row, to += stride) {
+      uint32_t kept = ~0u;
+      // A row of NaN has none where it sees nothing.
+      if (!all) kept = this->seen(cell.masks, cell.strip, cell.step, row, cell.first_key);
+      if (dropped) kept &= s_.kept[row][0] | uint32_t(s_.kept[row][1]) << 16;
+      const float* x = score + row / 16 * 2 * kHalf + row % 16 * 16;
+      auto weight = [&](const float* at, uint32_t lanes) MHA_INLINE_LAMBDA {
+        const __m512 relative = weigher(_mm512_load_ps(at), _mm512_set1_ps(base[row]));
+        return VecF{_mm512_maskz_mul_ps(__mmask16(lanes), relative, _mm512_set1_ps(inverse[row] / headroom))};
+      };
+      store_columns(to, weight(x, kept), weight(x + kHalf, kept >> 16), keys);
+    }
+  }
+  // 32 columns of a row of results, or n of them.
+  template <class S>
+  static MHA_INLINE void store_columns(S* to, VecF low, VecF high, int n) {
+    if (n == kRun) return store_line(to, low, high);
+    store_n(to, low, std::min(n, 16));
+    if (n > 16) store_n(to + 16, high, n - 16);
+  }
 
   const int dv_runs_;
   alignas(64) float sixteenths_[16];

@@ -90,7 +90,7 @@ struct AmxForwardScratch {
 // that is hidden.)
 inline bool on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
   const bool scores = !ScoreRule<float>(p).raw || p.scale >= 1e-30;
-  return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && scores && !p.weights.data && !p.store.quantised;
+  return plan.parts == 1 && p.Sq >= kMaxRows && p.D > 0 && p.Dv > 0 && scores && !p.store.quantised;
 }
 
 MHA_ISA_END
