@@ -309,6 +309,26 @@ struct EqualNumbers {
   }
 };
 
+// Few rows of bf16 are multiplied on tiles, too, however few.
+void tiles_of_few_rows() {
+  for (int64_t rows = 1; rows <= 9; ++rows) {
+    EqualNumbers numbers(DType::bf16, naive::kBf16);
+    mha::AttentionForward forward;
+    static_cast<mha::AttentionProblem&>(forward) = numbers.p;
+    forward.Sq = rows, forward.out = EqualNumbers::tensor(numbers.out.data()), forward.lse = numbers.lse.data();
+    const Kernels& kernels = mha::cpu::kernels_for("amx");
+    Workspace space(kernels.attention_fwd_workspace(forward, 1));
+    const amx_emulator::Counts before = amx_emulator::counts();
+    kernels.attention_fwd(forward, threads(1), space.data.get());
+    const int64_t products = amx_emulator::counts().products - before.products;
+    // Of two heads: 5 times 16 keys in 2 steps; 3 times 32 keys and 4 times 16 columns.
+    if (amx_emulator::emulated() && rows <= 8) check(products == 2 * (5 * 2 + 3 * 4), "tiles of few rows");
+    bool equal = true;
+    for (int64_t i = 0; i < rows * 40; ++i) equal &= numbers.out[size_t(i)] == numbers.in[0];
+    check(equal && numbers.out[size_t(rows * 40)] == 0, "the mean of equal values, for few rows");
+  }
+}
+
 void run_kernels(DType dtype, naive::FloatFormat format) {
   EqualNumbers numbers(dtype, format);
   numbers.run();
@@ -395,6 +415,7 @@ int main() {
   products_of_planes();
   tiles_of_modifiers(DType::bf16, naive::kBf16);
   tiles_of_modifiers(DType::f16, naive::kF16);
+  tiles_of_few_rows();
   configurations();
   return finish();
 }

@@ -270,6 +270,17 @@ std::vector<Case> cases() {
   all.push_back({.H = 4, .Sq = 20, .Sk = 70, .D = 40, .softcap = 3, .infinite = true});
   // Denormal in float and bf16. The instructions for bf16 take such for 0, which is off by less than the least normal.
   all.push_back({.Sq = 70, .D = 32, .Dv = 32, .values = 0x1p-128});
+  // Few rows, with all that may lie between products and weights, and several tiles and parts of keys.
+  everything.H = 6, everything.Hk = 3, everything.Sk = 150, everything.weights = true;
+  for (const int64_t Sq : {1, 2, 3, 4}) {
+    everything.Sq = Sq, everything.D = 16 * Sq, everything.Dv = 8 + 24 * Sq;
+    all.push_back(everything);
+    all.push_back({.H = 4, .Hk = 2, .Sq = Sq, .Sk = 150, .D = 64, .Dv = 40, .intervals = Sq > 2, .infinite = true});
+    all.push_back({.H = 2 + 2 * (Sq == 1), .Sq = 2 * Sq, .Sk = Sq == 1 ? 100 : 600, .bias = 0, .wide_bias = true,
+                   .great_bias = true});
+    all.push_back({.B = 2, .H = 2, .Hk = 1, .Sq = Sq, .Sk = 1100, .D = 96, .Dv = 96, .heads_inside = true,
+                   .band_lo = -700, .band_hi = -200});
+  }
   // Weights as output of whole blocks, too.
   for (const Case& c : std::vector<Case>(all)) {
     if (c.Sq < 64 || c.weights) continue;

@@ -10,15 +10,21 @@
 #include "fwd/block.h"
 #include "fwd/few.h"
 #ifdef MHA_HAS_AMX
+#include "amx/few.h"
 #include "amx/fwd.h"
 #endif
 
 MHA_ISA_BEGIN
 
-// Calls f.operator()<Block>() with what computes a block, by its rows alone. With AMX, few rows by themselves are
-// floats; few of pairs are the last of many, and go with them.
+// Calls f.operator()<Block>() with what computes a block, by its type and its rows alone. With AMX, few rows by
+// themselves are floats, or bf16 on tiles; few of pairs are the last of many, and go with them.
 template <class Unit, int Degree, class F>
-void with_block(const ForwardPlan::Place& at, F f) {
+void with_block([[maybe_unused]] const ForwardSpace<Unit>& space, const ForwardPlan::Place& at, F f) {
+#ifdef MHA_HAS_AMX
+  if constexpr (std::is_same_v<Unit, float> && Degree == 4) {
+    if (few_on_tiles(space.p, space.plan)) return f.template operator()<FewRowsOnTiles<Degree>>();
+  }
+#endif
   if constexpr (!kAmxUnit<Unit>) {
     if (at.rows <= kFewRows) return f.template operator()<FewRowsBlock<Unit, Degree>>();
   }
@@ -34,7 +40,7 @@ inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, v
     const ForwardPlan::Place at = plan.place(task / plan.parts);
     const int64_t first_key = task % plan.parts * plan.part_keys, last_key = min64(p.Sk, first_key + plan.part_keys);
     const auto sums = space.of_part(workspace, threads.count, task);
-    with_block<Unit, Degree>(at, [&]<class Block>() {
+    with_block<Unit, Degree>(space, at, [&]<class Block>() {
       Block block(p, plan, space.of_thread(workspace, thread));
       block.s.use(sums);
       *sums.any = block.set_block(at, first_key, last_key) && block.visit_keys(first_key, last_key);
@@ -42,7 +48,7 @@ inline void run_parts(const ForwardSpace<Unit>& space, const Threads& threads, v
   });
   for_each_task(threads, plan.tasks, [&](int64_t n, int thread) {
     const ForwardPlan::Place at = plan.place(n);
-    with_block<Unit, Degree>(at, [&]<class Block>() {
+    with_block<Unit, Degree>(space, at, [&]<class Block>() {
       Block block(p, plan, space.of_thread(workspace, thread));
       block.set_block(at, 0, p.Sk);
       block.load_rows();
@@ -61,7 +67,7 @@ template <class Unit, int Degree>
 inline void run_block(const ForwardSpace<Unit>& space, void* workspace, int thread, int64_t n) {
   const ForwardPlan& plan = space.plan;
   const ForwardPlan::Place at = plan.place(n);
-  with_block<Unit, Degree>(at, [&]<class Block>() {
+  with_block<Unit, Degree>(space, at, [&]<class Block>() {
     Block block(space.p, plan, space.of_thread(workspace, thread));
     block.set_block(at, 0, space.p.Sk);
     if (plan.heads_per_list == 1) block.look_ahead(plan.place(std::min(n + 1, plan.tasks - 1)));
@@ -142,8 +148,8 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter
-// polynomial does. So do few rows: what is widened on the way is not copied. (And where there is AMX, a product of
-// pairs takes four slots, two of floats two; of values, making pairs takes more than widening.)
+// polynomial does. So do few rows: what is widened on the way is not copied. (And where there is AMX, those of bf16 are multiplied on
+// tiles.)
 template <class F>
 auto with_forward_unit(const AttentionForward& p, F f) {
   if (p.dtype == DType::f64) return f.template operator()<double, 5>();

@@ -15,7 +15,7 @@ inline AttentionPlan attention_plan(const AttentionProblem& p, int threads) {
   plan.arithmetic = p.dtype == DType::f64 ? "double" : "float";
   [[maybe_unused]] const bool few = ForwardPlan(p).rows_per_list <= kFewRows;
 #ifdef MHA_HAS_BF16_DOT
-  if (p.dtype == DType::bf16 && !(few && kAmxUnit<Pair>))
+  if (p.dtype == DType::bf16)
     plan.arithmetic = kAmxUnit<Pair> ? "bf16 tiles, summed in float" : "bf16 pairs, summed in float";
 #endif
 #ifdef MHA_HAS_AMX

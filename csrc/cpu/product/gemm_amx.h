@@ -14,13 +14,16 @@ constexpr int kAmxRowBytes = 64;
 // which no call needs to preserve.
 class AmxTiles {
  public:
-  AmxTiles() : before_(amx_configuration()) {
-    AmxShapes whole;
-    for (int tile = 0; tile < 8; ++tile) whole.row_bytes[tile] = kAmxRowBytes, whole.rows[tile] = kAmx;
-    amx_configure(whole);
-  }
+  AmxTiles() : AmxTiles(whole()) {}
+  explicit AmxTiles(const AmxShapes& shapes) : before_(amx_configuration()) { amx_configure(shapes); }
   ~AmxTiles() { before_.palette ? amx_configure(before_) : amx_release(); }
   AmxTiles(const AmxTiles&) = delete;
+
+  static AmxShapes whole() {
+    AmxShapes shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.row_bytes[tile] = kAmxRowBytes, shapes.rows[tile] = kAmx;
+    return shapes;
+  }
 
  private:
   const AmxShapes before_;

@@ -22,22 +22,39 @@ constexpr int kTogether = 1;
 template <>
 inline constexpr int kTogether<float, e4m3> = 4;
 
-// The bytes of e4m3 without sign as bf16, upper and lower.
-struct alignas(64) E4m3Table {
+// mantissa * 2^exponent as bf16.
+constexpr int bf16_bits(int mantissa, int exponent) {
+  if (mantissa == 0) return 0;
+  for (; mantissa < 128; --exponent) mantissa *= 2;
+  return (exponent + 7 + 127) << 7 | (mantissa - 128);
+}
+// The bytes of bf16 that 7 bits stand for, upper and lower: those of e4m3 without sign, or numbers from 0 to 127.
+template <class Byte>
+struct alignas(64) Bf16Table {
   uint8_t upper[128], lower[128];
-  constexpr E4m3Table() : upper(), lower() {
+  constexpr Bf16Table() : upper(), lower() {
     for (int x = 0; x < 128; ++x) {
-      int exponent = x >> 3, mantissa = x & 7;
-      if (exponent == 0 && mantissa != 0) {  // 2^-9 * mantissa
-        for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
-        mantissa -= 8;
-      }
-      int bits = x == 0 ? 0 : x == 127 ? 0x7FC0 : (exponent + 120) << 7 | mantissa << 4;
+      int bits = bf16_bits(x, 0);
+      if (std::is_same_v<Byte, e4m3>)
+        bits = x == 127 ? 0x7FC0 : x < 8 ? bf16_bits(x, -9) : bf16_bits(8 + x % 8, x / 8 - 10);
       upper[x] = uint8_t(bits >> 8), lower[x] = uint8_t(bits & 0xFF);
     }
   }
 };
-constexpr E4m3Table kE4m3;
+template <class Byte>
+constexpr Bf16Table<Byte> kBf16Table;
+
+// The upper and lower bytes of 64 of them as bf16.
+template <class Byte>
+MHA_INLINE void to_bf16(__m512i x, __m512i& lower, __m512i& upper) {
+  const Bf16Table<Byte>& table = kBf16Table<Byte>;
+  const __m512i sign = _mm512_set1_epi8(char(0x80)), size = std::is_same_v<Byte, e4m3> ? x : _mm512_abs_epi8(x);
+  lower = _mm512_permutex2var_epi8(_mm512_load_si512(table.lower), size, _mm512_load_si512(table.lower + 64));
+  upper = _mm512_permutex2var_epi8(_mm512_load_si512(table.upper), size, _mm512_load_si512(table.upper + 64));
+  upper = _mm512_ternarylogic_epi32(upper, x, sign, 0xF8);  // a | (b & c)
+  if constexpr (!std::is_same_v<Byte, e4m3>)  // -128
+    upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(x, sign), _mm512_set1_epi8(char(0xC3)));
+}
 // Of a vector of bytes, which of 64 elements each is to be, so that unpacking and splitting leaves them in order.
 struct alignas(64) E4m3Order {
   uint8_t byte[64];
@@ -53,12 +70,9 @@ constexpr E4m3Order kE4m3Order;
 
 MHA_INLINE void widen_together(__m512i bytes, VecF* x) {
   const __m512i e = _mm512_permutexvar_epi8(_mm512_load_si512(kE4m3Order.byte), bytes);
-  const __m512i lower =
-      _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.lower), e, _mm512_load_si512(kE4m3.lower + 64));
-  const __m512i upper =
-      _mm512_permutex2var_epi8(_mm512_load_si512(kE4m3.upper), e, _mm512_load_si512(kE4m3.upper + 64));
-  const __m512i with_sign = _mm512_ternarylogic_epi32(upper, e, _mm512_set1_epi8(char(0x80)), 0xF8);  // a | (b & c)
-  const __m512i a = _mm512_unpacklo_epi8(lower, with_sign), b = _mm512_unpackhi_epi8(lower, with_sign);
+  __m512i lower, upper;
+  to_bf16<e4m3>(e, lower, upper);
+  const __m512i a = _mm512_unpacklo_epi8(lower, upper), b = _mm512_unpackhi_epi8(lower, upper);
   const __m512i top = _mm512_set1_epi32(int(0xFFFF0000));
   x[0].v = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), x[1].v = _mm512_castsi512_ps(_mm512_and_si512(a, top));
   x[2].v = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), x[3].v = _mm512_castsi512_ps(_mm512_and_si512(b, top));

@@ -74,6 +74,18 @@ constexpr int kGroup = 16;
 // Queries and outputs of a group, in bytes: part of a second-level cache.
 constexpr int64_t kGroupBytes = 1 << 19;
 
+#ifdef MHA_HAS_AMX
+// Whether the blocks are of few rows whose products are made on tiles (attention/amx/few.h), and the bytes that these
+// and copies of keys and values take.
+inline bool few_on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
+  return p.dtype == DType::bf16 && plan.rows_per_list <= kFewRows;
+}
+inline int64_t few_tiles_bytes(const AttentionForward& p) {
+  const int64_t d = (p.D + 63) / 64, dv = (p.Dv + 63) / 64;
+  return (3 * 2 * d + 2 * 4 * dv) * 1024 + std::max(d, dv) * 128;
+}
+#endif
+
 // What one thread works in, for one of the blocks of a group. Unit is what the products multiply, T what they sum.
 template <class Unit>
 struct ForwardScratch {
@@ -94,6 +106,9 @@ struct ForwardScratch {
   T* score;              // [kMaxKeys][kMaxRows]
   T *bias, *multiplier;  // [kMaxKeys][kMaxRows]
   Unit* weight;          // [units(kMaxKeys)][kMaxRows]
+#ifdef MHA_HAS_AMX
+  char* few_tiles;  // of few_on_tiles
+#endif
   std::size_t bytes;
 
   ForwardScratch(const AttentionForward& p, const ForwardPlan& plan, void* base)
@@ -132,6 +147,9 @@ struct ForwardScratch {
     bias = arena.take<T>(p.bias.data ? tile : 0);
     multiplier = arena.take<T>(p.dropout.rng_state ? tile : 0);
     weight = arena.take<Unit>(kPairs<Unit> ? kPlanes<Unit> * kLanesPlane<Unit> : 0);
+#ifdef MHA_HAS_AMX
+    few_tiles = arena.take<char>(few_on_tiles(p, plan) ? few_tiles_bytes(p) : 0);
+#endif
     bytes = arena.used();
   }
 };
