@@ -99,11 +99,7 @@ inline float high_bf16(uint32_t pair) { return flushed(std::bit_cast<float>(pair
 __attribute__((target("avx2,fma")))
 #endif
 void Tiles::dot(int c, int a, int b) {
-  for (const int tile : {c, a, b}) need(tile);
-  ++counts().products;
-  if (c == a || c == b || a == b) fault("tdpbf16ps needs three different tiles");
-  if (rows_[c] != rows_[a] || row_bytes_[c] != row_bytes_[b] || row_bytes_[a] != 4 * rows_[b] || row_bytes_[c] % 4)
-    fault("the shapes of tdpbf16ps's tiles do not match");
+  need_product(c, a, b);
   constexpr int kColumns = 16;
   uint32_t b_pairs[16][kColumns];
   std::memcpy(b_pairs, data_[b], sizeof(b_pairs));
@@ -124,6 +120,28 @@ void Tiles::dot(int c, int a, int b) {
     }
     std::memcpy(sum, data_[c][m], sizeof(sum));
     for (int n = 0; n < kColumns; ++n) sum[n] = flushed(flushed(sum[n]) + flushed(low[n] + high[n]));
+    std::memcpy(data_[c][m], sum, size_t(row_bytes_[c]));
+  }
+}
+
+void Tiles::need_product(int c, int a, int b) const {
+  for (const int tile : {c, a, b}) need(tile);
+  ++counts().products;
+  if (c == a || c == b || a == b) fault("a product needs three different tiles");
+  if (rows_[c] != rows_[a] || row_bytes_[c] != row_bytes_[b] || row_bytes_[a] != 4 * rows_[b] || row_bytes_[c] % 4)
+    fault("the shapes of a product's tiles do not match");
+}
+
+// Sums of products of four neighbouring bytes with sign; they wrap.
+void Tiles::dot_bytes(int c, int a, int b) {
+  need_product(c, a, b);
+  for (int m = 0; m < rows_[c]; ++m) {
+    uint32_t sum[16];
+    std::memcpy(sum, data_[c][m], sizeof(sum));
+    for (int k = 0; k < rows_[b]; ++k) {
+      for (int n = 0; n < row_bytes_[c]; ++n)
+        sum[n / 4] += uint32_t(int8_t(data_[a][m][4 * k + n % 4]) * int8_t(data_[b][k][n]));
+    }
     std::memcpy(data_[c][m], sum, size_t(row_bytes_[c]));
   }
 }
@@ -205,6 +223,8 @@ bool emulate(ucontext_t& context) {
       tiles().zero(reg);
     else if (opcode == (0x5C0 | kF3))
       tiles().dot(reg, rm, vvvv);
+    else if (opcode == (0x5E0 | kF2))
+      tiles().dot_bytes(reg, rm, vvvv);
     else
       return false;
   } else {

@@ -14,11 +14,13 @@ class Tiles {
   void zero(int tile);                           // TILEZERO
   void load(int tile, const void* rows, int64_t stride);
   void store(int tile, void* rows, int64_t stride);
-  void dot(int c, int a, int b);  // TDPBF16PS c, a, b
+  void dot(int c, int a, int b);        // TDPBF16PS c, a, b
+  void dot_bytes(int c, int a, int b);  // TDPBSSD c, a, b
   bool configured() const { return palette_ != 0; }
 
  private:
   void need(int tile) const;
+  void need_product(int c, int a, int b) const;
 
   int palette_ = 0;
   int rows_[8] = {}, row_bytes_[8] = {};

@@ -160,6 +160,7 @@ void refusals() {
   refused(good, [] { amx_load<0>(&memory, 64); }, "nor loaded");
   refused(good, [] { amx_store<7>(&memory, 64); }, "nor stored");
   refused(good, [] { amx_dot<1, 2, 4>(); }, "nor multiplied");
+  refused(good, [] { amx_dot_bytes<1, 2, 4>(); }, "as bytes, too");
   shapes = good, shapes.rows[1] = 15;
   refused(shapes, [] { amx_dot<1, 2, 3>(); }, "C has A's rows");
   shapes = good, shapes.row_bytes[1] = 60;
@@ -173,6 +174,39 @@ void refusals() {
         amx_zero<1>();
       },
       "released tiles are gone");
+}
+
+// Products of bytes with sign, all of them, on top of sums that wrap.
+void bytes() {
+  Random random{4};
+  for (const int rows : {16, 5}) {
+    for (const int columns : {16, 4, 1}) {
+      int8_t a[16][64], b[16][64];
+      uint32_t c[16][16], want[16][16];
+      for (auto& row : a)
+        for (int8_t& x : row) x = int8_t(random.below(256) - 128);
+      for (auto& row : b)
+        for (int8_t& x : row) x = int8_t(random.chance(20) ? -128 : random.below(256) - 128);
+      for (int m = 0; m < 16; ++m)
+        for (int n = 0; n < 16; ++n) {
+          want[m][n] = c[m][n] = uint32_t(0x7FFFFFFF - random.below(1 << 20));
+          for (int k = 0; k < 64 && m < rows && n < columns; ++k)
+            want[m][n] += uint32_t(a[m][k] * b[k / 4][4 * n + k % 4]);
+        }
+      AmxShapes shapes;
+      shapes.rows[1] = uint8_t(rows), shapes.row_bytes[1] = uint16_t(4 * columns);
+      shapes.rows[2] = uint8_t(rows), shapes.row_bytes[2] = 64;
+      shapes.rows[3] = 16, shapes.row_bytes[3] = uint16_t(4 * columns);
+      amx_configure(shapes);
+      amx_load<1>(c, 64);
+      amx_load<2>(a, 64);
+      amx_load<3>(b, 64);
+      amx_dot_bytes<1, 2, 3>();
+      amx_store<1>(c, 64);
+      amx_release();
+      check(std::memcmp(c, want, sizeof(c)) == 0, "bytes: " + std::to_string(rows) + " x " + std::to_string(columns));
+    }
+  }
 }
 
 // Any sizes, with NaN wherever an operand ends, and all ways to begin.
@@ -409,6 +443,7 @@ int main() {
   }
   std::printf("AMX: %s\n", amx_emulator::emulated() ? "emulated" : "of the processor");
   by_hand();
+  bytes();
   shapes();
   refusals();
   products();

@@ -276,10 +276,22 @@ std::vector<Case> cases() {
     everything.Sq = Sq, everything.D = 16 * Sq, everything.Dv = 8 + 24 * Sq;
     all.push_back(everything);
     all.push_back({.H = 4, .Hk = 2, .Sq = Sq, .Sk = 150, .D = 64, .Dv = 40, .intervals = Sq > 2, .infinite = true});
-    all.push_back({.H = 2 + 2 * (Sq == 1), .Sq = 2 * Sq, .Sk = Sq == 1 ? 100 : 600, .bias = 0, .wide_bias = true,
+    all.push_back({.H = 2 + 2 * (Sq == 1),
+                   .Sq = 2 * Sq,
+                   .Sk = Sq == 1 ? 100 : 600,
+                   .bias = 0,
+                   .wide_bias = true,
                    .great_bias = true});
-    all.push_back({.B = 2, .H = 2, .Hk = 1, .Sq = Sq, .Sk = 1100, .D = 96, .Dv = 96, .heads_inside = true,
-                   .band_lo = -700, .band_hi = -200});
+    all.push_back({.B = 2,
+                   .H = 2,
+                   .Hk = 1,
+                   .Sq = Sq,
+                   .Sk = 1100,
+                   .D = 96,
+                   .Dv = 96,
+                   .heads_inside = true,
+                   .band_lo = -700,
+                   .band_hi = -200});
   }
   // Weights as output of whole blocks, too.
   for (const Case& c : std::vector<Case>(all)) {

@@ -53,6 +53,13 @@ def test_alone_and_in_a_batch(dtype, queries, mask):
     assert all(torch.equal(x, y[1:, group]) for x, y in zip(alone[:2], expected))
 
 
+def in_pages(x: torch.Tensor, pages: torch.Tensor, size: int) -> torch.Tensor:
+    raw = x.view(torch.int8) if x.itemsize == 1 else x
+    store = torch.empty(pages.numel(), HK, size, *x.shape[3:], dtype=raw.dtype)
+    store[pages.flatten()] = raw.unflatten(2, (pages.shape[1], size)).transpose(1, 2).flatten(0, 1)
+    return store.view(x.dtype)
+
+
 @pytest.mark.parametrize(
     "mask", [MASKS[name] for name in ("none", "causal", "padding")], ids=("none", "causal", "padding")
 )
@@ -65,15 +72,33 @@ def test_in_one_piece_and_in_pages(dtype, queries, mask):
     for size in (64, 128):
         count = SK // size
         pages = torch.randperm(B * count, generator=cases.generator(size)).view(B, count)
-        stores = []
-        for x in (k, v):
-            store = torch.empty(B * count, HK, size, D, dtype=dtype)
-            store[pages.flatten()] = x.unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
-            stores.append(store)
+        stores = [in_pages(x, pages, size) for x in (k, v)]
         if isinstance(mask, masks.Padding):
             pages[1, -(-333 // size) :] = -1
         got = mha_ext.attention_cached(q, *stores, block_table=pages, mask=mask, return_lse=True)
         assert all(map(torch.equal, got, expected)), size
+
+
+@pytest.mark.skipif(mha_ext._ops.cpu_isa() != "amx", reason="a tile of other instruction sets lies in one page")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("size", [1, 5, 16, 40])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_few_rows_of_bfloat16_in_pages_of_any_size(stored, size, mask):
+    for queries in (1, 3):
+        q, k, v, _ = inputs(torch.bfloat16, queries)
+        scales = {}
+        if stored != torch.bfloat16:
+            k, v = ((x * 20).to(stored) for x in (k, v))
+            scales = {f"{x}_scale": torch.rand(B, HK, SK, generator=cases.generator(size)) / 20 for x in "kv"}
+        expected = mha_ext.attention_cached(q, k, v, mask=mask, return_lse=True, **scales)
+        pages = torch.randperm(B * SK // size, generator=cases.generator(size)).view(B, -1)
+        paged = {name: in_pages(x, pages, size) for name, x in ({"k": k, "v": v} | scales).items()}
+        if isinstance(mask, masks.Padding):
+            pages[1, -(-333 // size) :] = -1
+        if isinstance(mask, masks.Window):
+            pages[:, : (SK - queries - 70) // size] = -1
+        got = mha_ext.attention_cached(q, block_table=pages, mask=mask, return_lse=True, **paged)
+        assert all(map(torch.equal, got, expected)), queries
 
 
 def test_a_page_that_is_missed():

@@ -50,7 +50,7 @@ NEEDS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
-    "amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi", "amx_tile", "amx_bf16"},
+    "amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"},
     "neon": {"asimd"},
     "neon_bf16": {"asimd", "bf16"},
 }

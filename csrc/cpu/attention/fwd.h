@@ -148,8 +148,8 @@ inline void run_forward(const AttentionForward& p, const Threads& threads, void*
 }
 
 // Calls f.operator()<Unit, Degree>(). Half types compute in float; their results are rounded so coarsely that a shorter
-// polynomial does. So do few rows: what is widened on the way is not copied. (And where there is AMX, those of bf16 are multiplied on
-// tiles.)
+// polynomial does. So do few rows: what is widened on the way is not copied. (And where there is AMX, those of bf16 are
+// multiplied on tiles.)
 template <class F>
 auto with_forward_unit(const AttentionForward& p, F f) {
   if (p.dtype == DType::f64) return f.template operator()<double, 5>();

@@ -1,4 +1,4 @@
-// The kernels for AMX tiles of bf16, on top of avx512_bf16.
+// The kernels for AMX tiles of bf16 and bytes, on top of avx512_bf16.
 #include "prelude.h"
 
 #if defined(__x86_64__)

@@ -62,7 +62,7 @@ CpuFeatures detect_cpu_features() {
   constexpr uint32_t kAvx2 = 1u << 5, kBmi = 1u << 3 | 1u << 8;                       // leaf 7, ebx
   constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;  // F, DQ, CD, BW, VL: leaf 7, ebx
   constexpr uint32_t kAvx512Bf16 = 1u << 5;                                           // leaf 7 subleaf 1, eax
-  constexpr uint32_t kAmx = 1u << 22 | 1u << 24;                                      // BF16, TILE: leaf 7, edx
+  constexpr uint32_t kAmx = 1u << 22 | 1u << 24 | 1u << 25;                           // BF16, TILE, INT8: leaf 7, edx
   constexpr uint32_t kVbmi = 1u << 1;                                                 // leaf 7, ecx
   constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
 

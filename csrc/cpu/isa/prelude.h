@@ -48,7 +48,7 @@
 #define MHA_AVX512 MHA_AVX2 ",avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
 #endif
 #define MHA_AVX512_BF16 MHA_AVX512 ",avx512bf16"
-#define MHA_AMX MHA_AVX512_BF16 ",avx512vbmi,amx-tile,amx-bf16"
+#define MHA_AMX MHA_AVX512_BF16 ",avx512vbmi,amx-tile,amx-bf16,amx-int8"
 #elif defined(__clang__)
 #define MHA_NEON_BF16 "bf16"
 #else

@@ -45,5 +45,10 @@ template <int C, int A, int B>
 MHA_INLINE void amx_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
+// The same of four bytes with sign each; C holds int32.
+template <int C, int A, int B>
+MHA_INLINE void amx_dot_bytes() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
 
 MHA_ISA_END

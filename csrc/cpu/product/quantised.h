@@ -52,7 +52,7 @@ MHA_INLINE void to_bf16(__m512i x, __m512i& lower, __m512i& upper) {
   lower = _mm512_permutex2var_epi8(_mm512_load_si512(table.lower), size, _mm512_load_si512(table.lower + 64));
   upper = _mm512_permutex2var_epi8(_mm512_load_si512(table.upper), size, _mm512_load_si512(table.upper + 64));
   upper = _mm512_ternarylogic_epi32(upper, x, sign, 0xF8);  // a | (b & c)
-  if constexpr (!std::is_same_v<Byte, e4m3>)  // -128
+  if constexpr (!std::is_same_v<Byte, e4m3>)                // -128
     upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(x, sign), _mm512_set1_epi8(char(0xC3)));
 }
 // Of a vector of bytes, which of 64 elements each is to be, so that unpacking and splitting leaves them in order.

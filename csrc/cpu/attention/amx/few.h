@@ -1,14 +1,15 @@
 // Attention forward of a block of few rows of bf16 on AMX tiles, as in decoding. Keys and values may be of 8 bits.
 //
-//   S^T = K Q^T: 16 keys are rows of A, as they lie in memory; all rows of the block are columns
-//   O = P V:     two rows of values are interleaved to pairs; the weights are two planes of bf16, as rows of A, of which
+//   S^T = K Q^T: 16 keys are rows of A, as they lie in memory; all rows of the block are columns. Keys of int8 are
+//                multiplied as they are, exactly, with three planes of the queries; those of e4m3 become bf16
+//   O = P V:     two rows of values are interleaved to pairs; the weights are two planes of bf16, as rows of A, of
+//   which
 //                there are enough: so their rounding is no more than a float's products make
 //
 // Scores are turned to [row][key] on the way, so that no lane of the softmax is idle, and a row's mask is 64 bits. What
 // tiles make of a value that is not finite shows in the sums: these are made again.
 #pragma once
 
-#include "../fwd/few.h"
 #include "few_operands.h"
 
 MHA_ISA_BEGIN
@@ -21,12 +22,14 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   FewRowsOnTiles(const AttentionForward& problem, const ForwardPlan& plan, void* scratch)
       : Base(problem, plan, scratch),
         rows_(int(plan.rows_per_list)),
-        columns_(rows_ > 4 ? 8 : rows_ > 2 ? 4 : rows_),
+        columns_(rows_ > 4   ? 8
+                 : rows_ > 2 ? 4
+                             : rows_),
         tiles_(shapes()) {
-    const int64_t steps = 2 * ((p.D + 63) / 64);
+    const int64_t lines = (p.D + 63) / 64;
     q_ = reinterpret_cast<HalfTile*>(s.few_tiles);
-    copied_k_ = q_ + steps;
-    v_ = copied_k_ + 2 * steps;
+    copied_k_ = q_ + 3 * lines;
+    v_ = copied_k_ + 2 * 2 * lines;
     nothing_ = reinterpret_cast<char*>(v_ + 2 * 4 * ((p.Dv + 63) / 64));
     std::memset(nothing_, 0, std::size_t(s.few_tiles + few_tiles_bytes(p) - nothing_));
   }
@@ -50,10 +53,12 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
     int64_t offset[kMaxRows];
     this->row_offsets(offset, p.q.stride);
     const int n = steps();
-    std::memset(static_cast<void*>(q_), 0, std::size_t(n) * sizeof(HalfTile));
+    std::memset(static_cast<void*>(q_), 0, std::size_t(n * (bytes() ? 3 : 1)) * sizeof(HalfTile));
     for (int r = 0; r < rows_; ++r) {
       const bf16* row = static_cast<const bf16*>(element(p.q.data, p.dtype, offset[r]));
-      for (int d = 0; d < p.D; d += 2) {
+      query_[r] = row;
+      if (bytes()) query_unit_[r] = query_to_bytes(q_, n, columns_, r, row, int(p.D));
+      for (int d = 0; !bytes() && d < p.D; d += 2) {
         const PairPlace at = pair_place(d / 2, eight_bits());
         std::memcpy(q_[at.step].x[0] + 2 * (at.line * columns_ + r), row + d, d + 1 < p.D ? 4 : 2);
       }
@@ -63,7 +68,8 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
 
  private:
   bool eight_bits() const { return p.store.quantised; }
-  int steps() const { return int(eight_bits() ? 2 * ((p.D + 63) / 64) : runs(p.D)); }
+  bool bytes() const { return p.store.quantised && p.store.type == DType::i8; }  // multiplied as they are
+  int steps() const { return int(!eight_bits() ? runs(p.D) : (p.D + 63) / 64 * (bytes() ? 1 : 2)); }
 
   // Sums of scores are tiles 0 and 1, queries 2, keys and values 3 and 4, weights 5, sums of values 6 and 7.
   AmxShapes shapes() const {
@@ -114,14 +120,11 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   }
 
   // Each line is asked for twice, a tile and half a tile ahead, between the work on others (ReadAhead).
-  MHA_INLINE void fetch_beside_key(int j, int64_t at) const {
-    __builtin_prefetch(value_[j] + at, 0, 2);
-    __builtin_prefetch((j < 32 ? key_[j + 32] : value_[j - 32]) + at, 0, 3);
-  }
-  MHA_INLINE void fetch_beside_value(int j, int64_t at) const {
-    const int64_t stride = p.k.stride[2] * (eight_bits() ? 1 : 2);
-    __builtin_prefetch(next_key_ + j * stride + at, 0, 2);
-    __builtin_prefetch((j < 32 ? value_[j + 32] : next_key_ + (j - 32) * stride) + at, 0, 3);
+  using Lines = ReadAhead::Lines;
+  MHA_INLINE Lines beside_key(int j) const { return {value_[j], j < kRun ? key_[j + kRun] : value_[j - kRun]}; }
+  MHA_INLINE Lines beside_value(int j) const {
+    const int64_t stride = this->keys_in_memory(nullptr).stride;
+    return {next_key_ + j * stride, j < kRun ? value_[j + kRun] : next_key_ + (j - kRun) * stride};
   }
 
   // The scales of a tile's keys or values; null where one is the head's.
@@ -144,12 +147,11 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   };
   Keys keys_at(int64_t first, int j, int keys, HalfTile* copy) const {
     const bool together = keys - j >= kAmx && kv.tile_keys(first + j, first + keys) >= kAmx && kv.has_key(first + j);
-    if (together && !eight_bits() && p.D % kRun == 0) return {key_[j], p.k.stride[2] * 2, 64};
+    const bool as_they_lie = bytes() ? p.D % 64 == 0 : !eight_bits() && p.D % kRun == 0;
+    if (together && as_they_lie) return {key_[j], this->keys_in_memory(nullptr).stride, 64};
     auto copy_all = [&](auto* type) {
-      for (int i = 0; i < kAmx; ++i) {
-        for (int64_t d = 0; d < p.D; d += kLine<decltype(type)>) fetch_beside_key(j + i, d / kLine<decltype(type)> * 64);
-        copy_key(copy, i, static_cast<decltype(type)>(static_cast<const void*>(key_[j + i])), int(p.D));
-      }
+      for (int i = 0; i < kAmx; ++i)
+        copy_key(copy, i, reinterpret_cast<decltype(type)>(key_[j + i]), int(p.D), beside_key(j + i));
     };
     eight_bits() ? with_quantised(kv.type, copy_all) : copy_all(static_cast<const bf16*>(nullptr));
     return {copy, 64, sizeof(HalfTile)};
@@ -171,35 +173,39 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   }
 
   void multiply_keys(int64_t first, int keys) {
-    alignas(64) float product[kMaxKeys * kFewRows];  // [key][columns]
-    const int64_t line = 4 * columns_;
-    const int count = steps();
+    alignas(64) float product[3][kMaxKeys * kFewRows];  // [plane][key][columns]; of bytes, int32
+    const int planes = bytes() ? 3 : 1;
     for (int j = 0; j < keys; j += kRun) {
       const bool two = keys - j > kAmx;
       const Keys a = keys_at(first, j, keys, copied_k_);
-      const Keys b = two ? keys_at(first, j + kAmx, keys, copied_k_ + count) : a;
-      const char *at = static_cast<const char*>(a.first), *bt = static_cast<const char*>(b.first);
-      const bool fetch_a = a.step == 64, fetch_b = two && b.step == 64;
-      amx_zero<0>(), amx_zero<1>();
-      for (int n = 0; n < count; ++n, at += a.step, bt += b.step) {
-        amx_load<2>(q_ + n, line);
-        amx_load<3>(at, a.row);
-        amx_dot<0, 3, 2>();
-        for (int i = 0; fetch_a && i < kAmx; ++i) fetch_beside_key(j + i, n * 64);
-        if (!two) continue;
-        amx_load<4>(bt, b.row);
-        amx_dot<1, 4, 2>();
-        for (int i = 0; fetch_b && i < kAmx; ++i) fetch_beside_key(j + kAmx + i, n * 64);
+      const Keys b = two ? keys_at(first, j + kAmx, keys, copied_k_ + steps()) : a;
+      Lines lines[kRun];
+      for (int i = 0; i < kRun; ++i) lines[i] = beside_key(j + i);
+      for (int plane = 0; plane < planes; ++plane) {
+        auto multiply = [&](auto dot) MHA_INLINE_LAMBDA {
+          multiply_run(plane, two, a, b, lines, product[plane] + j * columns_, dot);
+        };
+        if (bytes())
+          multiply([]<int C>() MHA_INLINE_LAMBDA { amx_dot_bytes<C, 3 + C, 2>(); });
+        else
+          multiply([]<int C>() MHA_INLINE_LAMBDA { amx_dot<C, 3 + C, 2>(); });
       }
-      amx_store<0>(product + j * columns_, line);
-      if (two) amx_store<1>(product + (j + kAmx) * columns_, line);
     }
     auto turn = [&]<int kColumns>() {
       for (int j = 0; j < keys; j += kAmx) {
-        VecF x[kColumns];
-        repeat<kColumns>([&](int i) MHA_INLINE_LAMBDA { x[i] = load(product + j * kColumns + i * 16); });
-        turn_columns<kColumns>(x);
-        repeat<kColumns>([&](int r) MHA_INLINE_LAMBDA { store(score_[r] + j, x[r]); });
+        VecF sum[kColumns];
+        for (int plane = planes; plane-- > 0;) {
+          VecF x[kColumns];
+          repeat<kColumns>([&](int i) MHA_INLINE_LAMBDA { x[i] = load(product[plane] + j * kColumns + i * 16); });
+          turn_columns<kColumns>(x);
+          repeat<kColumns>([&](int r) MHA_INLINE_LAMBDA {
+            if (planes > 1) x[r].v = _mm512_cvtepi32_ps(_mm512_castps_si512(x[r].v));
+            sum[r] = plane == planes - 1 ? x[r] : fma(sum[r], set1(256.0f), x[r]);
+          });
+        }
+        repeat<kColumns>([&](int r) MHA_INLINE_LAMBDA {
+          store(score_[r] + j, planes > 1 ? sum[r] * set1(query_unit_[r]) : sum[r]);
+        });
       }
     };
     if (columns_ == 1)
@@ -210,6 +216,34 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
       turn.template operator()<4>();
     else
       turn.template operator()<8>();
+    for (int r = 0; bytes() && r < rows_; ++r) {
+      for (int j = 0; std::isnan(query_unit_[r]) && j < keys; ++j)
+        score_[r][j] = dot_product(query_[r], reinterpret_cast<const int8_t*>(key_[j]), int(p.D));
+    }
+  }
+
+  // 16 or 32 keys, a and b.
+  template <class Dot>
+  MHA_INLINE void multiply_run(int plane, bool two, const Keys& a, const Keys& b, const Lines* lines, float* to,
+                               Dot dot) {
+    const int count = steps();
+    const int64_t line = 4 * columns_;
+    const HalfTile* q = q_ + plane * count;
+    const char *at = static_cast<const char*>(a.first), *bt = static_cast<const char*>(b.first);
+    const bool fetch_a = plane == 0 && a.step == 64, fetch_b = plane == 0 && b.step == 64;
+    amx_zero<0>(), amx_zero<1>();
+    for (int n = 0; n < count; ++n, at += a.step, bt += b.step) {
+      amx_load<2>(q + n, line);
+      amx_load<3>(at, a.row);
+      dot.template operator()<0>();
+      if (fetch_a) repeat<kAmx>([&](int i) MHA_INLINE_LAMBDA { lines[i].fetch(n * 64); });
+      if (!two) continue;
+      amx_load<4>(bt, b.row);
+      dot.template operator()<1>();
+      if (fetch_b) repeat<kAmx>([&](int i) MHA_INLINE_LAMBDA { lines[kAmx + i].fetch(n * 64); });
+    }
+    amx_store<0>(to, line);
+    if (two) amx_store<1>(to + kAmx * columns_, line);
   }
 
   void products_to_scores(int r, int64_t first, int keys, const float* scales) {
@@ -303,13 +337,18 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   void multiply_values(const Value*, int64_t, int keys, bool first_tile) {
     constexpr int kTiles = kValueTiles<Value>, kCols = 16 * kTiles;
     const int count = keys > kRun ? 2 : 1, lines = int((p.Dv + kCols - 1) / kCols);
+    const int cols = int(p.Dv);
     for (int run = 0; run < count; ++run) {
+      HalfTile* const to = v_ + run * kTiles;
       for (int i = 0; i < 16; ++i) {
+        // What is stored could change anything else, as far as the compiler knows.
         const int j = run * kRun + i;
-        const auto *row = reinterpret_cast<const Value*>(value_[j]), *next = reinterpret_cast<const Value*>(value_[j + 16]);
+        const auto *row = reinterpret_cast<const Value*>(value_[j]),
+                   *next = reinterpret_cast<const Value*>(value_[j + 16]);
+        const Lines beside = beside_value(j), beside_next = beside_value(j + 16);
         for (int c = 0; c < lines; ++c) {
-          fetch_beside_value(j, c * 64), fetch_beside_value(j + 16, c * 64);
-          pair_values(v_ + (c * 2 + run) * kTiles, i, row + c * kCols, next + c * kCols, int(p.Dv) - c * kCols);
+          beside.fetch(c * 64), beside_next.fetch(c * 64);
+          pair_values(to + c * 2 * kTiles, i, row + c * kCols, next + c * kCols, cols - c * kCols);
         }
       }
     }
@@ -391,6 +430,8 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   }
 
   const int rows_, columns_;  // columns: of scores in tiles, a power of two
+  const bf16* query_[kFewRows];
+  float query_unit_[kFewRows] = {};  // of planes of bytes
   HalfTile *q_, *copied_k_, *v_;
   char* nothing_;  // zeros
   alignas(64) float score_[kFewRows][kMaxKeys];

@@ -1,13 +1,10 @@
 // Operands of products on tiles for few rows (few.h): keys that are copied, values in pairs, weights in planes.
 #pragma once
 
+#include "../fwd/few.h"
 #include "operands.h"
 
 MHA_ISA_BEGIN
-
-// Elements in 64 bytes of a pointer's target.
-template <class Pointer>
-constexpr int kLine = int(64 / sizeof(*Pointer()));
 
 // Tiles that 64 bytes of each of 32 rows of values make, as pairs.
 template <class Value>
@@ -27,18 +24,51 @@ MHA_INLINE __m512i load_bytes(const void* row, int n) {
   return _mm512_maskz_loadu_epi8(n >= 64 ? ~__mmask64(0) : (__mmask64(1) << n) - 1, row);
 }
 
-// A key as row i of the tiles, zeros behind.
-MHA_INLINE void copy_key(HalfTile* to, int i, const bf16* key, int cols) {
-  for (int c = 0; c < cols; c += 32) _mm512_store_si512(to[c / 32].x[i], load_bits(key + c, cols - c).v);
-}
-template <class Byte>
-MHA_INLINE void copy_key(HalfTile* to, int i, const Byte* key, int cols) {
-  for (int c = 0; c < cols; c += 64) {
-    __m512i lower, upper;
-    to_bf16<Byte>(load_bytes(key + c, cols - c), lower, upper);
-    _mm512_store_si512(to[c / 32].x[i], _mm512_unpacklo_epi8(lower, upper));
-    _mm512_store_si512(to[c / 32 + 1].x[i], _mm512_unpackhi_epi8(lower, upper));
+// A key as row i of the tiles, zeros behind. Beside it, lines are fetched.
+template <class Key>
+inline void copy_key(HalfTile* to, int i, const Key* key, int cols, ReadAhead::Lines beside) {
+  constexpr int kCols = int(64 / sizeof(Key));
+  for (int c = 0; c < cols; c += kCols, key += kCols) {
+    beside.fetch(c / kCols * 64);
+    if constexpr (std::is_same_v<Key, e4m3>) {
+      __m512i lower, upper;
+      to_bf16<e4m3>(load_bytes(key, cols - c), lower, upper);
+      _mm512_store_si512(to++->x[i], _mm512_unpacklo_epi8(lower, upper));
+      _mm512_store_si512(to++->x[i], _mm512_unpackhi_epi8(lower, upper));
+    } else {
+      _mm512_store_si512(to++->x[i], load_bytes(key, (cols - c) * int(sizeof(Key))));
+    }
   }
+}
+
+// A query in three planes of bytes, column r of tiles with so many columns, `steps` tiles to a plane, which hold zeros:
+// its elements are (256 * (256 * third + second) + first) * what is returned, but for 2^-23 of the greatest. Of what is
+// not finite, nothing, and NaN is returned.
+inline float query_to_bytes(HalfTile* to, int steps, int columns, int r, const bf16* row, int cols) {
+  VecF greatest = set1(0.0f);
+  if (!all_finite<float>(row, 0, 1, cols)) return std::numeric_limits<float>::quiet_NaN();
+  for (int d = 0; d < cols; d += 16) greatest = max(abs(load_n(row + d, cols - d)), greatest);
+  const int exponent = std::max(std::ilogb(std::max(reduce_max(greatest), 1e-30f)) + 1, -90);
+  const VecF unit = set1(std::ldexp(1.0f, 22 - exponent));
+  for (int d = 0; d < cols; d += 16) {
+    __m512i x = _mm512_cvtps_epi32((load_n(row + d, cols - d) * unit).v);
+    for (int plane = 0; plane < 3; ++plane) {
+      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24);
+      x = _mm512_srai_epi32(_mm512_sub_epi32(x, low), 8);
+      alignas(16) char bytes[16];
+      _mm_store_si128(reinterpret_cast<__m128i*>(bytes), _mm512_cvtepi32_epi8(low));
+      bf16* const tile = to[plane * steps + d / 64].x[0];
+      for (int i = 0; i < 4; ++i) std::memcpy(tile + 2 * ((d % 64 / 4 + i) * columns + r), bytes + 4 * i, 4);
+    }
+  }
+  return std::ldexp(1.0f, exponent - 22);
+}
+
+// Of a query that is not finite and a key.
+inline float dot_product(const bf16* query, const int8_t* key, int cols) {
+  VecF sum = set1(0.0f);
+  for (int d = 0; d < cols; d += 16) sum = fma(load_n(query + d, cols - d), load_n(key + d, cols - d), sum);
+  return reduce_add(sum);
 }
 
 // 64 bytes of two rows, n elements of which there are, as line i of the tiles: columns in the order that in_order sets

@@ -82,7 +82,7 @@ inline bool few_on_tiles(const AttentionForward& p, const ForwardPlan& plan) {
 }
 inline int64_t few_tiles_bytes(const AttentionForward& p) {
   const int64_t d = (p.D + 63) / 64, dv = (p.Dv + 63) / 64;
-  return (3 * 2 * d + 2 * 4 * dv) * 1024 + std::max(d, dv) * 128;
+  return (7 * d + 8 * dv) * 1024 + std::max(d, dv) * 128;
 }
 #endif
 
