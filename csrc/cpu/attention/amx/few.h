@@ -83,7 +83,7 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
     const TileKind kind = scores(first, keys);
     if (kind == TileKind::none) return false;
     softmax(first, keys);
-    with_quantised_or_bf16([&](auto* type) { multiply_values(type, first, keys, first_tile); });
+    with_quantised_or_bf16([&](auto* type) { multiply_values(type, keys, first_tile); });
     return true;
   }
 
@@ -334,7 +334,7 @@ struct FewRowsOnTiles : FewRowsBlock<float, Degree> {
   // ---- values
 
   template <class Value>
-  void multiply_values(const Value*, int64_t, int keys, bool first_tile) {
+  void multiply_values(const Value*, int keys, bool first_tile) {
     constexpr int kTiles = kValueTiles<Value>, kCols = 16 * kTiles;
     const int count = keys > kRun ? 2 : 1, lines = int((p.Dv + kCols - 1) / kCols);
     const int cols = int(p.Dv);
