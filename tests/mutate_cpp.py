@@ -244,7 +244,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     mutating = Mutating(new, arguments)
-    code = pytest.main(["-s", *QUICKLY, "-p", "no:terminal", *arguments], [mutating])
+    code = pytest.main(["-s", *QUICKLY, "-p", "no:terminal", "-p", "no:faulthandler", *arguments], [mutating])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return int(code)
     print(f"{mutating.survivors} of {len(new)} survived ({100 * mutating.survivors / max(len(new), 1):.1f} %)")

@@ -375,3 +375,37 @@ def test_only_what_has_another_last_stride_is_copied(width):
         assert ("aten::clone" in {event.key for event in profile.key_averages()}) == copied
         copies = {name: x.contiguous() for name, x in views.items()}
         assert torch.equal(out, run("attention_fwd", copies)[0])
+
+
+@pytest.mark.parametrize("name", WITH_MORE)
+def test_outputs_are_as_fakes_tell(name):
+    """Those that nobody asked for, too, which are empty."""
+    op, given = getattr(torch.ops.mha_ext, name.split(",")[0]).default, WITH_MORE[name]()
+    real, fake = (
+        op(*cases.op_arguments(op, **args))
+        for args in (given, {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in given.items()})
+    )
+    for x, told in zip(*((found,) if isinstance(found, torch.Tensor) else found for found in (real, fake))):
+        assert (x.shape, x.dtype, x.stride()) == (told.shape, told.dtype, told.stride())
+
+
+def test_cached_attention_takes_relative_biases():
+    given = attention() | {"bias": torch.randn(1, H, SQ + SK - 1)}
+    assert torch.equal(run("attention_cached, one piece", given)[0], run("attention_fwd", given)[0])
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_page_that_is_not_there(threads):
+    """Found by the kernels, in whichever thread."""
+    torch.set_num_threads(threads)
+    table = torch.arange(8 * 64).view(8, 64) % 64
+    given = {
+        "q": torch.randn(8, H, 64, 64),
+        "k": torch.randn(64, HK, 64, 64),
+        "v": torch.randn(64, HK, 64, 64),
+        "block_table": table,
+        "page_size": 64,
+    }
+    run("attention_cached", given)
+    table[5, 40] = 64
+    refusal(lambda: run("attention_cached", given), "block_table has an entry that is no page", kind=RuntimeError)
