@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -180,7 +181,7 @@ class Mutating:
         self.reached = (ctypes.c_ubyte * 10000).in_dll(library, "mutants_reached")
         at_import = self.take_reached()
         with tempfile.NamedTemporaryFile() as to:
-            if self.forked(session.items, -1, 3600, to.name) != 0:
+            if self.forked([(0, item) for item in session.items], -1, to.name) != 0:
                 pytest.exit("the tests fail, or there are none, without any mutant", 2)
             tests = json.load(to)  # (seconds, place among the items, what it reaches)
         for number, m in self.numbered:
@@ -190,8 +191,7 @@ class Mutating:
                 with_it = os.environ | {"MHA_MUTANT": str(number)}
                 code = subprocess.run(command, env=with_it, capture_output=True, check=False).returncode
             else:
-                limit = 20 + 3 * sum(seconds for seconds, _ in chosen)
-                code = self.forked([session.items[i] for _, i in chosen], number, limit) if chosen else 0
+                code = self.forked([(took, session.items[i]) for took, i in chosen], number) if chosen else 0
             if code == 0:
                 self.survivors += 1
                 unreached = "" if chosen or number in at_import else " (reached by no test)"
@@ -203,25 +203,26 @@ class Mutating:
         ctypes.memset(self.reached, 0, len(self.reached))
         return found
 
-    def forked(self, items: list, number: int, limit: float, to: str | None = None) -> int | None:
-        """The exit code of these tests on a mutant; what each reaches is written to a file, if there is one."""
+    def forked(self, timed: list, number: int, to: str | None = None) -> int | None:
+        """The exit code of these tests on a mutant; or, for a file, of them all without one, and what each takes and reaches."""
         child = os.fork()
         if child:
-            return exit_code(child, limit)
+            return exit_code(child, 3600)
         os.setpgid(0, 0)
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         code, tests, self.on.value = 1, [], number
         try:
-            for i, item in enumerate(items):
-                start, following = time.monotonic(), items[i + 1] if i + 1 < len(items) else None
+            for i, (took, item) in enumerate(timed):
+                signal.alarm(0 if to else 10 + int(5 * took))  # ends the process
+                start, following = time.monotonic(), timed[i + 1][1] if i + 1 < len(timed) else None
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if item.session.testsfailed:
                     break
                 tests.append((time.monotonic() - start, i, self.take_reached() if to else []))
             if to:
                 Path(to).write_text(json.dumps(tests))
-            code = int(not items or len(tests) < len(items))
+            code = int(not timed or len(tests) < len(timed))
         finally:
             os._exit(code)
 

@@ -364,12 +364,12 @@ def test_outputs_are_dense(sizes, last):
         assert out.stride() == torch.empty(s, b, h, last).permute(1, 2, 0, 3).stride()
 
 
-@pytest.mark.parametrize("width", [2, D])
+@pytest.mark.parametrize("width", [1, 2, D])
 def test_only_what_has_another_last_stride_is_copied(width):
     given = {name: torch.randn(B, 8, n, 2 * width) for name, n in (("q", H), ("k", HK), ("v", HK))}
     whole = {name: x[..., :width].transpose(1, 2) for name, x in given.items()}
     apart = {name: x[..., ::2].transpose(1, 2) for name, x in given.items()}
-    for views, copied in ((whole, False), (apart, True)):
+    for views, copied in ((whole, False), (apart, width > 1)):
         with torch.profiler.profile() as profile:
             out = run("attention_fwd", views)[0]
         assert ("aten::clone" in {event.key for event in profile.key_averages()}) == copied
