@@ -409,3 +409,10 @@ def test_a_page_that_is_not_there(threads):
     run("attention_cached", given)
     table[5, 40] = 64
     refusal(lambda: run("attention_cached", given), "block_table has an entry that is no page", kind=RuntimeError)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (B, 1), (1, H)])
+def test_one_relative_bias_for_several_heads(sizes):
+    given, bias = attention(), torch.randn(*sizes, SQ + SK - 1)
+    each = given | {"bias": bias.expand(B, H, -1).contiguous()}
+    assert torch.equal(run("attention_fwd", given | {"bias": bias})[0], run("attention_fwd", each)[0])
