@@ -347,7 +347,8 @@ def build(c: Case, device="cpu") -> Inputs:
     if c.sinks:
         sinks = randn(gen, c.H, dtype=torch.float64 if c.dtype == torch.float64 else torch.float32).to(device)
         sinks = surrounded(sinks).requires_grad_()
-    return Inputs(q, k, v, mask, seen, bias, surrounded(dout, (2, 0, 1, 3)), rng_state, sinks)
+    dout = surrounded(dout, (2, 0, 1, 3), aligned=c.layout in ("plain", "aligned"))  # where q, k and v are, too
+    return Inputs(q, k, v, mask, seen, bias, dout, rng_state, sinks)
 
 
 def op_arguments(op, **given) -> tuple:
