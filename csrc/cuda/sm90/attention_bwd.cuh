@@ -6,7 +6,7 @@
 // (where there is room, K and V from registers); P^T and dS^T are, as they lie in registers, operand A of dV += P^T dO
 // and dK += dS^T Q. dS^T also goes to shared memory, from where dQ = dS K is made, half of its columns by each
 // warpgroup, and added to p.dq_sum. In plain kernels up to head size 128 a product goes on beside all else: dP^T beside
-// the softmax, dV beside dS^T, dK beside the additions to dQ.
+// the softmax, dV beside dS^T, dK beside the additions to dQ and the next tile's first two products.
 //
 // Beyond head size 128 (kShared) registers hold the sums of 64 keys only together: the two warpgroups share the keys,
 // each works out P^T and dS^T for half of a tile's queries, gets the rest through shared memory, and owns half of the
@@ -28,8 +28,8 @@ struct BackwardSm90 {
   static constexpr int kHeldSteps = kHeld ? kHead / 16 : 1;
   // Queries whose scores a warpgroup works out at once: what registers allow.
   static constexpr int kPart = kShared || (kGeneral && kHead > 64) ? 32 : kQueries, kNt = kPart / 8;
-  // Whether registers have room for sums of dV and dK that go on beside the softmax and the additions to dQ.
-  static constexpr bool kOverlaps = !kGeneral && !kShared;
+  // Whether registers have room for sums of dV and dK that go on beside dS^T, the additions to dQ and the next tile.
+  static constexpr bool kOverlaps = !kShared && !kGeneral;
   static constexpr int kColumns = kHead / 64, kBoxes = kColumns / (kShared ? kConsumers : 1);  // in all, and own
   static constexpr int kOt = kBoxes * 8;
   // A warpgroup's columns of dQ, and how many eights of them at once.
@@ -240,7 +240,6 @@ __device__ inline void add_query_gradients(BlockSm90<C>& block, const AttentionB
     hold(dq);
     if (first + C::kDqNt * 8 == C::kDqColumns) done_with_tile();
     add_dq<C>(p.dq_sum, row_block, dq, half * C::kDqColumns + first, consumer % 128);
-    if (C::kOverlaps) finish(dq[C::kDqNt - 1][3]);  // before the wait for what start_more has started
   }
 }
 
@@ -281,6 +280,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     });
   }
   float dk[1][C::kOt][4] = {}, dv[1][C::kOt][4] = {};
+  uint32_t in_use = 0;  // in the thread that releases stages: the barrier of one that dK's product still reads, or 0
   for (unsigned n = 0;; ++n) {
     const Stage<C::kStages> at(n, finite_keys != base);
     mbarrier_wait(block.full(at.index), at.parity);
@@ -289,7 +289,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const TileSm90 tile = find_tile<T, C>(block, p, base, finite_keys, n, number, half, key);
     const bool nonfinite = tile.edge && take_tile_specials<T, C>(block, tile.queries, consumer);
     uint32_t gradients[C::kNt / 2][4];
-    add_key_gradients<T, C>(dv[0], dk[0], gradients, p, held, tile, half, key + lane % 16, lane);
+    add_key_gradients<T, C>(dv[0], dk[0], gradients, p, held, tile, half, key + lane % 16, lane, [&] {
+      wgmma_wait<2>();  // for all but those two
+      if (in_use) mbarrier_arrive(in_use);
+    });
     pass_turn();
     auto finish_sums = [&] {
       await_sums<C>(dv[0], dk[0]);
@@ -307,13 +310,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         wgmma_commit();
       };
       add_query_gradients<T, C>(block, p, tile, row_block, consumer, half, start_keys, [] {});
-      finish_sums();
-      release();
+      in_use = consumer % 128 == 0 ? block.free(at.index) : 0;
+      if (nonfinite || finite_keys != base) {  // specials come after the product; the only stage is needed
+        finish_sums();
+        release();
+        in_use = 0;
+      }
     } else {
       finish_sums();
       add_query_gradients<T, C>(block, p, tile, row_block, consumer, half, [] {}, release);
     }
   }
+  if constexpr (C::kOverlaps) await_sums<C>(dv[0], dk[0]);
   named_barrier<kAll>(1);  // the ring's place is used again, to stage the results
   pass_turn();
   const uint32_t staging = base + C::kRingAt + consumer / 32 * 16 * Tile::kRowBytes;

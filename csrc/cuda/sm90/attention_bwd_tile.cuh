@@ -72,20 +72,26 @@ __device__ inline uint32_t visible_part(const Mask& mask, const GradientPlace& a
 
 // P^T and dS^T of the warpgroup's 64 keys and of C::kPart queries from `first` on, rounded, as operands. Where nothing
 // but scores decides P^T, it is worked out while V dO^T is still going on; start_values may then start one product
-// more.
-template <class T, class C, class F>
+// more. both_started is called when the two products, a group each, have been started.
+template <class T, class C, class F, class G>
 __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t (&gradients)[C::kNt / 2][4],
                                    const AttentionBackwardLaunch& p, const HeldSm90<C>& held, const TileSm90& tile,
-                                   int first, unsigned lane, F start_values) {
+                                   int first, unsigned lane, G both_started, F start_values) {
   const GradientPlace at = further(tile.place, first);
   float s[1][C::kNt][4], ds[1][C::kNt][4];
-  start_gradients<true, C::kGeneral>(ds, at, lane);
-  hold(ds[0]);
+  // dP's sums start from what to_gradients wants, but not beside products of the tile before: if anything but a product
+  // writes to a product's sums, ptxas waits for all that are in flight.
+  constexpr bool kFromDelta = !C::kOverlaps;
+  if constexpr (kFromDelta) {
+    start_gradients<true, C::kGeneral>(ds, at, lane);
+    hold(ds[0]);
+  }
   wgmma_fence();
   start_rows<T, C, C::kKeys, C::kQueries>(s[0], tile.keys, held.k, tile.queries + first * 128, false);
-  if constexpr (!C::kGeneral) wgmma_commit();
-  start_rows<T, C, C::kKeys, C::kQueries>(ds[0], tile.values, held.v, tile.douts + first * 128, true);
   wgmma_commit();
+  start_rows<T, C, C::kKeys, C::kQueries>(ds[0], tile.values, held.v, tile.douts + first * 128, kFromDelta);
+  wgmma_commit();
+  both_started();
   if constexpr (C::kGeneral) {
     const uint32_t visible = visible_part<C>(p.mask, at, tile.elementwise, lane);
     wgmma_wait<0>();
@@ -96,6 +102,7 @@ __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t 
       to_gradients<T, true, true, false>(two(s[0], 2 * step), two(ds[0], 2 * step), p, further(at, 16 * step), true,
                                          visible >> 8 * step & 0xFF, lane);
     pack_operands<T, C>(weights, s[0]);
+    start_values();
   } else {
     wgmma_wait<1>();
     hold(s[0]);
@@ -110,7 +117,13 @@ __device__ inline void part_scores(uint32_t (&weights)[C::kNt / 2][4], uint32_t 
     start_values();
     wgmma_wait<C::kOverlaps>();
     hold(ds[0]);
-    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) { ds[m][n][2 * half + e] *= s[m][n][2 * half + e]; });
+    float negative_delta[kRowNumbers<true, 1, C::kNt>] = {};
+    if constexpr (!kFromDelta) row_numbers<true, 1, C::kNt>(negative_delta, at.negative_delta, lane);
+    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) {
+      float& x = ds[m][n][2 * half + e];
+      if constexpr (!kFromDelta) x += negative_delta[row_number<true>(m, n, half, e)];
+      x *= s[m][n][2 * half + e];
+    });
     if (tile.edge) hide_outside_transposed(at, lane, ds);
   }
   pack_operands<T, C>(gradients, ds[0]);
@@ -162,18 +175,19 @@ __device__ inline void await_sums(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4]
 }
 
 // Adds a tile's part to dv and dk (with kOverlaps, to dv) and puts dS^T into shared memory, for all consumers. The last
-// products are only started. gradients: this warp's dS^T. key: this lane's row of it.
-template <class T, class C>
+// products are only started. gradients: this warp's dS^T. key: this lane's row of it. release_before: with kOverlaps,
+// called when the tile's first two products have been started, as two groups, behind those of the tile before.
+template <class T, class C, class F>
 __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::kOt][4],
                                          uint32_t (&gradients)[C::kNt / 2][4], const AttentionBackwardLaunch& p,
                                          const HeldSm90<C>& held, const TileSm90& tile, unsigned half, unsigned key,
-                                         unsigned lane) {
+                                         unsigned lane, F release_before) {
   using Box = TileSm80<T, 64, 128 * C::kConsumers>;
   constexpr int kAll = 128 * C::kConsumers;
   uint32_t weights[C::kNt / 2][4];
   auto nothing = [] {};
   if constexpr (C::kOverlaps) {
-    part_scores<T, C>(weights, gradients, p, held, tile, 0, lane, [&] {
+    part_scores<T, C>(weights, gradients, p, held, tile, 0, lane, release_before, [&] {
       wgmma_fence();
       start_columns<T, C>(dv, weights, tile.douts, 0);
       wgmma_commit();
@@ -182,14 +196,14 @@ __device__ inline void add_key_gradients(float (&dv)[C::kOt][4], float (&dk)[C::
   } else if constexpr (!C::kShared) {
 #pragma unroll 1
     for (int first = 0; first < C::kQueries; first += C::kPart) {
-      part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing);
+      part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing, nothing);
       store_part<Box>(tile.gradients, key, first, gradients, lane);  // first: products in flight own their registers
       start_sums<T, C>(dv, dk, weights, gradients, tile, half, first);
       if constexpr (C::kPart < C::kQueries) await_sums<C>(dv, dk);  // their registers are needed
     }
   } else {
     const int first = half * C::kPart;
-    part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing);
+    part_scores<T, C>(weights, gradients, p, held, tile, first, lane, nothing, nothing);
     named_barrier<kAll>(1);  // the tile before is done
     store_part<Box>(tile.weights, key, first, weights, lane);
     store_part<Box>(tile.gradients, key, first, gradients, lane);
