@@ -6,7 +6,8 @@
 // (where there is room, K and V from registers); P^T and dS^T are, as they lie in registers, operand A of dV += P^T dO
 // and dK += dS^T Q. dS^T also goes to shared memory, from where dQ = dS K is made, half of its columns by each
 // warpgroup, and added to p.dq_sum. In plain kernels up to head size 128 a product goes on beside all else: dP^T beside
-// the softmax, dV beside dS^T, dK beside the additions to dQ and the next tile's first two products.
+// the softmax, dV beside dS^T, dK beside the additions to dQ and the next tile's first two products. In general ones up
+// to 64 dV and dK do so, too.
 //
 // Beyond head size 128 (kShared) registers hold the sums of 64 keys only together: the two warpgroups share the keys,
 // each works out P^T and dS^T for half of a tile's queries, gets the rest through shared memory, and owns half of the
@@ -29,7 +30,7 @@ struct BackwardSm90 {
   // Queries whose scores a warpgroup works out at once: what registers allow.
   static constexpr int kPart = kShared || (kGeneral && kHead > 64) ? 32 : kQueries, kNt = kPart / 8;
   // Whether registers have room for sums of dV and dK that go on beside dS^T, the additions to dQ and the next tile.
-  static constexpr bool kOverlaps = !kShared && !kGeneral;
+  static constexpr bool kOverlaps = !kShared && (!kGeneral || kHead == 64);
   static constexpr int kColumns = kHead / 64, kBoxes = kColumns / (kShared ? kConsumers : 1);  // in all, and own
   static constexpr int kOt = kBoxes * 8;
   // A warpgroup's columns of dQ, and how many eights of them at once.
