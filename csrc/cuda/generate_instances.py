@@ -8,7 +8,7 @@ import pathlib
 HALF = {"f16": "__half", "bf16": "__nv_bfloat16"}
 HEADS = (32, 64, 96, 128, 256)
 ATOMIC_HEADS = (32, 64, 128)  # of backward in one pass
-SM86_FORWARD = ((64, "plain"), (64, "general"), (96, "plain"), (96, "general"), (128, "plain"))  # where two blocks fit into 100 KB
+SM86_FORWARD = (64, 96, 128)  # where two blocks fit into 100 KB
 SM90_HEADS = (64, 128, 256)
 SM90_FORWARD_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of queries and keys, of values
 
@@ -19,20 +19,18 @@ def table():
         for head in HEADS:
             for variant, general in (("plain", "false"), ("general", "true")):
                 yield "attention_fwd_sm80", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}>"
-                if (head, variant) in SM86_FORWARD:
+                if head in SM86_FORWARD:
                     yield "attention_fwd_sm86", dtype, head, variant, f"{type_name}, ForwardSm80<{head}, {general}, true>"
             yield "attention_weights_sm80", dtype, head, "general", f"{type_name}, ForwardSm80<{head}, true>"
             for variant, general in (("plain", "false"), ("general", "true")):
-                backward, large = f"{type_name}, BackwardSm80<{head}, {general}", head > 128
+                backward = f"{type_name}, BackwardSm80<{head}, {general}"
                 if head in ATOMIC_HEADS and (variant == "plain" or head <= 64):  # more would not fit into registers
                     yield "attention_bwd_sm80", dtype, head, variant, f"{backward}, true>"
                     yield "attention_bwd_dq_round", dtype, head, variant, f"{backward}, true>"
-                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false, {32 if large else 64}>"
-                queries = f"{type_name}, BackwardQueriesSm80<{head}, {general}"
-                yield "attention_bwd_dq_sm80", dtype, head, variant, f"{queries}, false, {32 if large else 64}>"
-                if large:
-                    yield "attention_bwd_dkv_sm86", dtype, head, variant, f"{backward}, false, 16>"
-                    yield "attention_bwd_dq_sm86", dtype, head, variant, f"{queries}>"
+                if (head, variant) == (64, "plain"):  # of twice as many warps; the only one of which no two blocks fit into 100 KB
+                    yield "attention_bwd_sm86", dtype, head, variant, f"{backward}, true, 64, 8>"
+                yield "attention_bwd_dkv_sm80", dtype, head, variant, f"{backward}, false>"
+                yield "attention_bwd_dq_sm80", dtype, head, variant, f"{type_name}, BackwardQueriesSm80<{head}, {general}>"
             for variant, general in (("plain", "false"), ("general", "true")):
                 if head in SM90_HEADS:
                     yield "attention_bwd_sm90", dtype, head, variant, f"{type_name}, BackwardSm90<{head}, {general}>"
@@ -50,16 +48,15 @@ LAUNCH = {
     "attention_fwd_sm86": "AttentionForwardLaunch",
     "attention_weights_sm80": "AttentionForwardLaunch",
     "attention_bwd_sm80": "AttentionBackwardLaunch",
+    "attention_bwd_sm86": "AttentionBackwardLaunch",
     "attention_bwd_dkv_sm80": "AttentionBackwardLaunch",
-    "attention_bwd_dkv_sm86": "AttentionBackwardLaunch",
     "attention_bwd_dq_sm80": "AttentionBackwardLaunch",
-    "attention_bwd_dq_sm86": "AttentionBackwardLaunch",
     "attention_bwd_dbias_sm80": "AttentionBackwardLaunch",
     "attention_bwd_dq_round": "AttentionBackwardLaunch",
 }
 # Where the file, or the function that launches the kernel, has another name.
-FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80", "attention_bwd_dq_sm86": "attention_bwd_dq_sm80"}
-FUNCTION |= dict.fromkeys(("attention_bwd_dkv_sm80", "attention_bwd_dkv_sm86"), "attention_bwd_sm80")
+FUNCTION = {"attention_fwd_sm86": "attention_fwd_sm80"}
+FUNCTION |= dict.fromkeys(("attention_bwd_sm86", "attention_bwd_dkv_sm80"), "attention_bwd_sm80")
 SOURCE = FUNCTION | {"attention_bwd_dbias_sm80": "attention_bwd_dq_sm80"}
 
 

@@ -61,7 +61,7 @@ Plan plan(const AttentionBackward& p) {
   plan.not_sm90 = refusal_sm90(p, &p.dout);
   if (!plan.not_sm90) plan.main = find(kernels_sm90().attention_bwd, launch);
   if (!p.deterministic && !plan.main) {
-    plan.main = find(k_attention_bwd_sm80, launch);
+    plan.main = smaller<AttentionBackwardLaunch>(find(k_attention_bwd_sm80, launch), k_attention_bwd_sm86);
     if (plan.main && !fits(plan.main->head)) plan.main = nullptr;
   }
   if (plan.main && plan.not_sm90) {
@@ -69,8 +69,8 @@ Plan plan(const AttentionBackward& p) {
       if (round.dtype == p.dtype && round.head == plan.main->head && round.general == plan.main->general)
         plan.round = &round;
   } else if (!plan.main) {
-    plan.dkv = smaller<AttentionBackwardLaunch>(find(k_attention_bwd_dkv_sm80, launch), k_attention_bwd_dkv_sm86);
-    plan.dq = smaller<AttentionBackwardLaunch>(find(k_attention_bwd_dq_sm80, launch), k_attention_bwd_dq_sm86);
+    plan.dkv = find(k_attention_bwd_dkv_sm80, launch);
+    plan.dq = find(k_attention_bwd_dq_sm80, launch);
   }
   const Kernel* on_tensor_cores = plan.main ? plan.main : plan.dkv;
   launch.base_2 = on_tensor_cores && !on_tensor_cores->general;

@@ -4,8 +4,9 @@
 // A block takes kKeys keys of one key/value head and walks over the tiles of query rows that see any of them, of all
 // query heads of the group, one after the other. A warp owns 16 * kMt keys and works in steps of 16 queries: S^T = K
 // Q^T and dP^T = V dO^T in registers become P^T and dS^T, which are, as they lie, operand A of dV += P^T dO and dK +=
-// dS^T Q: nothing is exchanged between warps, and sums run in a fixed order. Beyond head size 128, two warps share
-// their keys and split the columns of dK and dV.
+// dS^T Q: nothing is exchanged between warps, and sums run in a fixed order. Beyond head size 128, registers have room
+// for half of that, and two warps share their keys (kApart): one makes S^T and dV, the other dP^T and, from the weights
+// that the first leaves in shared memory, dK.
 //
 // For dQ = dS K the warps put dS^T of a tile of queries into shared memory, share out the product's tile, and add it to
 // p.dq_sum in global memory, where blocks meet in any order. Its elements lie as the accumulators do, so that each
@@ -20,33 +21,35 @@
 
 namespace mha::cuda {
 
-// kQueries_: of a tile; with fewer, less shared memory is needed.
-template <int kHead_, bool kGeneral_, bool kQueryGradient_, int kQueries_ = 64>
+// kQueries_: of a tile. kWarps_: with more, a block has more keys and is the only one on its multiprocessor; dq_sum's
+// order stays the same.
+template <int kHead_, bool kGeneral_, bool kQueryGradient_, int kQueries_ = (kHead_ > 128 ? 32 : 64), int kWarps_ = 0>
 struct BackwardSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kQueryGradient = kQueryGradient_;
   static constexpr int kQueries = kQueries_;
-  static constexpr bool kPairs = kHead == 128 && kQueryGradient;
+  static constexpr bool kPairs = kHead == 128 && kQueryGradient, kApart = kHead > 128;
   static constexpr int kMt = kPairs || kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
-  static constexpr int kWarps = kMt == 2 && !kPairs ? 4 : 8, kThreads = 32 * kWarps;
-  static constexpr int kColumnSplit = kPairs || kHead > 128 ? 2 : 1;
-  static constexpr int kWarpKeys = 16 * kMt, kKeys = kWarpKeys * kWarps / kColumnSplit;
-  static constexpr int kOt = kHead / kColumnSplit / 8;
+  static constexpr int kWarps = kWarps_ ? kWarps_ : kMt == 2 && !kPairs ? 4 : 8, kThreads = 32 * kWarps;
+  static constexpr int kSharing = kPairs || kApart ? 2 : 1;  // warps with the same keys
+  static constexpr int kWarpKeys = 16 * kMt, kKeys = kWarpKeys * kWarps / kSharing;
+  static constexpr int kOt = kHead / (kPairs ? 2 : 1) / 8;
   // Keys and values are held in registers, where they fit; they come in through the stages of the query tiles.
-  static constexpr bool kHeld = kHead <= 128 && !kPairs;
+  static constexpr bool kHeld = !kPairs;
   static constexpr int kBlocksPerSm = kWarps == 4 ? 2 : 1;
   static constexpr int kTileBytes = kQueries * kHead * 2, kKeyBytes = kKeys * kHead * 2;
   static constexpr int kStageBytes = 2 * kTileBytes + int(sizeof(RowBlock<float>));
   static constexpr int kGradientBytes = kQueryGradient ? kKeys * kQueries * 2 : 0;  // dS^T; likewise P^T
+  static constexpr int kHandedBytes = kApart ? kKeys * kQueries * 4 : 0;            // from one warp to the other
   static constexpr int kSpecials = kQueries * kHead / 8;                            // of a tile of queries
   static constexpr int kKeysAt = kHeld && !kQueryGradient ? 0 : 2 * kStageBytes;    // behind two stages
   static constexpr int kValuesAt = kHeld && kQueryGradient ? 0 : kKeysAt + kKeyBytes;
-  static constexpr int kGradientAt = kKeysAt + kKeyBytes * (kHeld ? 1 : 2);
+  static constexpr int kGradientAt = kKeysAt + kKeyBytes * (kHeld ? 1 : 2), kHandedAt = 2 * kStageBytes;
   static constexpr int kSharedBytes =
-      2 * kStageBytes + kKeyBytes * (kHeld ? kQueryGradient : 2) + kGradientBytes * (kPairs ? 2 : 1);
+      2 * kStageBytes + kKeyBytes * (kHeld ? kQueryGradient : 2) + kGradientBytes * (kPairs ? 2 : 1) + kHandedBytes;
   static_assert(kHeld || kValuesAt == kKeysAt + kKeyBytes);
-  static_assert(kHead / kColumnSplit % 64 == 0 || kColumnSplit == 1);
-  static_assert(!kHeld || 2 * kKeyBytes <= 2 * kStageBytes);
+  static_assert(!kHeld || (kQueryGradient ? 1 : 2) * kKeyBytes <= 2 * kStageBytes);
+  static_assert(!kApart || (kMt == 1 && !kQueryGradient));
   // A warp's part of a tile of dQ: 16 * kDqMt queries, 32 columns.
   static constexpr int kDqMt = kHead / 8 / kWarps, kDqRowWarps = 4 / (kDqMt ? kDqMt : 1);
   static_assert(!kQueryGradient || (kDqMt * 8 * kWarps == kHead && kQueries == kRowBlock));
@@ -56,8 +59,10 @@ struct BackwardSm80 {
   __device__ static uint32_t specials_at(uint32_t stage) { return kStageBytes - stage; }
 
   // The first of a thread's warp's keys, and of the columns that it sums.
-  __device__ static unsigned own_keys(unsigned thread) { return thread / 32 / kColumnSplit * kWarpKeys; }
-  __device__ static unsigned column(unsigned thread) { return thread / 32 % kColumnSplit * (kHead / kColumnSplit); }
+  __device__ static unsigned own_keys(unsigned thread) { return thread / 32 / kSharing * kWarpKeys; }
+  __device__ static unsigned column(unsigned thread) { return kPairs ? thread / 32 % 2 * (kHead / 2) : 0; }
+  // With kApart, whether a thread's warp is the one with the values.
+  __device__ static bool of_values(unsigned thread) { return kApart && thread / 32 % 2; }
 };
 
 // A warp's walk over those tiles of queries that see any of the block's keys; every warp's is the same.
@@ -131,8 +136,8 @@ __device__ inline BackwardPlace load_keys(WarpKeys<C>& own, const AttentionBackw
     const uint32_t a_lane = C::own_keys(thread) * Tile::kRowBytes + Tile::lane_b(lane);
     unroll<C::kMt>([&](auto m) {
       unroll<C::kHead / 16>([&](auto d) {
-        load_operand_a<Tile, d, 16 * m>(own.k[m][d], k_tile + a_lane);
-        load_operand_a<Tile, d, 16 * m>(own.v[m][d], v_tile + a_lane);
+        load_operand_a<Tile, d, 16 * m>(own.k[m][d], (C::of_values(thread) ? v_tile : k_tile) + a_lane);
+        if constexpr (!C::kApart) load_operand_a<Tile, d, 16 * m>(own.v[m][d], v_tile + a_lane);
       });
     });
     __syncthreads();
@@ -182,9 +187,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   __shared__ RowTileWalk shared_walks[C::kPairs ? 1 : C::kWarps];
   __shared__ BackwardPlace shared_place;
   __shared__ Sequence sequence;
-  // Where such tiles do not fit, instances for 8.6 have smaller ones, or two passes run (`fits` in the dispatch).
-  constexpr bool kLarge = C::kPairs || (C::kHead > 128 && C::kQueries > 16);
-  static_assert(fits(kLarge ? kSharedSm80 : kSharedEverywhere, C::kSharedBytes,
+  // Where such tiles do not fit, two passes run (`fits` in the dispatch).
+  static_assert(fits(C::kPairs ? kSharedSm80 : kSharedEverywhere, C::kSharedBytes,
                      sizeof(shared_walks) + sizeof(shared_place) + sizeof(sequence)));
   const unsigned key_tiles = (unsigned(p.Sk) + C::kKeys - 1) / C::kKeys;
   if (threadIdx.x == 0) sequence = cuda::sequence(p, blockIdx.x / key_tiles / unsigned(p.Hk));
@@ -255,9 +259,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     walk().nonfinite = nonfinite;
     if (const int next = next_tile(); next >= 0 && !nonfinite) load_queries<T, C>(p, place(), next, next_stage());
     if (!C::kGeneral && !edge)  // most tiles need no look at what their rows see
-      add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base + C::kGradientAt);
+      add_tile<T, C>(own, p, tile, false, place(), walk(), k_tile, base);
     else
-      add_tile<T, C>(own, p, tile, edge, place(), walk(), k_tile, base + C::kGradientAt);
+      add_tile<T, C>(own, p, tile, edge, place(), walk(), k_tile, base);
     if constexpr (C::kQueryGradient) {
       float* to = p.dq_sum + int64_t(place().first_block + walk().tile) * (C::kQueries * C::kHead);
       if (place().nonfinite_keys)
@@ -277,10 +281,18 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const unsigned thread = thread_index(), column = C::column(thread), hk = place().hk;
   const uint32_t staging = base + thread / 32 * C::kWarpKeys * Tile::kRowBytes;
   const int first = place().first_key + C::own_keys(thread);
-  store_rows<T, Tile>(own.dv, 1.0f, key_rows<T>(p.dv, sequence, hk, p.Dv), first, column, p.aligned_dv, staging,
+  if (!C::kApart || C::of_values(thread))
+    store_rows<T, Tile>(own.dk, float(p.scale), key_rows<T>(p.dk, sequence, hk, p.D), first, column, p.aligned_dk,
+                        staging, thread % 32);
+  if (C::of_values(thread)) return;
+  const auto& dv = [&]() -> auto& {
+    if constexpr (C::kApart)
+      return own.dk;
+    else
+      return own.dv;
+  }();
+  store_rows<T, Tile>(dv, 1.0f, key_rows<T>(p.dv, sequence, hk, p.Dv), first, column, p.aligned_dv, staging,
                       thread % 32);
-  store_rows<T, Tile>(own.dk, float(p.scale), key_rows<T>(p.dk, sequence, hk, p.D), first, column, p.aligned_dk,
-                      staging, thread % 32);
 }
 
 template <class T, class C>

@@ -2,33 +2,63 @@
 // and bf16, head sizes up to kHead (smaller ones are filled up with zeros).
 //
 // A block takes kRows query rows of one head and walks over the tiles of keys that they see. A warp owns 16 * kMt rows
-// and works in steps of kStep keys: S = Q K^T and dP = dO V^T in registers become dS, operand A of dQ += dS K.
+// and works in steps of kStep keys: S = Q K^T and dP = dO V^T in registers become dS, operand A of dQ += dS K. Beyond
+// head size 128, registers have room for half of that, and two warps share their rows (kApart): one makes S, the other
+// dP, they trade these through shared memory, and each sums half of dQ's columns.
 //
 // attention_bwd_dbias_sm80 walks in the same way, over a few tiles of keys and all heads and samples that share the
 // bias, one after the other, and adds dS to the gradient of the bias, each element of which belongs to one thread.
 #pragma once
 #include "../common/error.h"
+#include "../prim/warpgroup.cuh"
 #include "attention_bwd_scores.cuh"
 
 namespace mha::cuda {
 
-// kKeys_: of a tile; with fewer, less shared memory is needed.
-template <int kHead_, bool kGeneral_, bool kOfBias_ = false, int kKeys_ = kHead_ <= 128 ? 64 : 16>
+template <int kHead_, bool kGeneral_, bool kOfBias_ = false>
 struct BackwardQueriesSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kOfBias = kOfBias_;
+  static constexpr bool kApart = kHead > 128;
   static constexpr int kMt = kHead <= (kGeneral ? 32 : 64) ? 2 : 1;
-  static constexpr int kWarps = kMt == 2 || kHead > 128 ? 4 : 8, kThreads = 32 * kWarps;
-  static constexpr int kWarpRows = 16 * kMt, kRows = kWarpRows * kWarps;
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kStep = kGeneral || kMt == 2 || kHead > 128 ? 16 : 32, kNt = kStep / 8, kOt = kHead / 8;
-  // Queries and dout are held in registers, where they fit; they come in through the stages of the key tiles.
-  static constexpr bool kHeld = kHead <= 128;
-  static constexpr int kBlocksPerSm = kWarps == 4 && kHead <= 128 ? 2 : 1;
-  static constexpr int kTileBytes = kKeys * kHead * 2, kRowsBytes = kRows * kHead * 2;
-  static constexpr int kSharedBytes = 2 * 2 * kTileBytes + (kHeld ? 0 : 2 * kRowsBytes);  // two stages
-  static_assert(!kHeld || 2 * kRowsBytes <= 2 * 2 * kTileBytes);
+  static constexpr int kWarps = kMt == 2 ? 4 : 8, kThreads = 32 * kWarps;
+  static constexpr int kSharing = kApart ? 2 : 1;  // warps with the same rows
+  static constexpr int kWarpRows = 16 * kMt, kRows = kWarpRows * kWarps / kSharing;
+  static constexpr int kKeys = kApart ? 32 : 64;
+  static constexpr int kStep = kGeneral || kMt == 2 ? 16 : 32, kNt = kStep / 8, kOt = kHead / kSharing / 8;
+  static constexpr int kBlocksPerSm = kWarps == 4 ? 2 : 1;
+  // Two stages, through which queries and dout come on their way to registers, and what warps trade of a tile.
+  static constexpr int kTileBytes = kKeys * kHead * 2, kRowsBytes = kRows * kHead * 2, kTradedAt = 2 * 2 * kTileBytes;
+  static constexpr int kSharedBytes = kTradedAt + (kApart ? 2 * kRows * kKeys * 4 : 0);
+  static_assert(2 * kRowsBytes <= 2 * 2 * kTileBytes);
 };
+
+// One of two warps has s, q.k, in x, the other (of_dout) dout.v, as start_gradients wants it: both get the gradients.
+// own, other: their lanes' addresses of what is traded.
+template <class T, class C>
+__device__ inline void trade_gradients(float (&x)[1][C::kNt][4], const AttentionBackwardLaunch& p,
+                                       const GradientPlace& at, bool of_dout, bool hides, uint32_t visible,
+                                       uint32_t own, uint32_t other, unsigned thread) {
+  const unsigned lane = thread % 32;
+  float y[1][C::kNt][4];
+  if constexpr (!C::kGeneral)
+    if (!of_dout) to_weights<false>(x, p, at, lane);
+  store_accumulators(own, x);
+  named_barrier<64>(1 + thread / 64);
+  load_accumulators(y, other);
+  if constexpr (C::kGeneral) {
+    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) {
+      float &s = y[m][n][2 * half + e], &dp = x[m][n][2 * half + e];
+      const float from_other = s;
+      s = of_dout ? from_other : dp;
+      dp = of_dout ? dp : from_other;
+    });
+    to_gradients<T, false, true, C::kOfBias>(y, x, p, at, hides, visible, lane);
+  } else {
+    for_fragment<1, C::kNt>([&](int m, int n, int half, int e) { x[m][n][2 * half + e] *= y[m][n][2 * half + e]; });
+    if (hides) hide(x, visible, 0.0f);
+  }
+}
 
 template <int kMt, int kNt>
 __device__ inline void add_bias_gradient(const Tensor4& dbias, const float (&ds)[kMt][kNt][4], const GradientPlace& at,
@@ -59,21 +89,19 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   __shared__ RowBlock<float> row_blocks[C::kRows / kRowBlock];
   __shared__ Sequence sequence;
   __shared__ uint16_t specials[C::kKeys * C::kHead / 8];
-  constexpr bool kLarge = C::kHead > 128 && C::kKeys > 16;  // an instance for 8.6 has smaller ones
-  static_assert(fits(kLarge ? kSharedSm80 : kSharedEverywhere, C::kSharedBytes,
-                     sizeof(row_blocks) + sizeof(sequence) + sizeof(specials)));
+  static_assert(fits_everywhere(C::kSharedBytes, sizeof(row_blocks) + sizeof(sequence) + sizeof(specials)));
   const unsigned thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int own_rows = warp * C::kWarpRows;
+  const int own_rows = warp / C::kSharing * C::kWarpRows, column = C::kApart ? warp % 2 * (C::kHead / 2) : 0;
+  const bool of_dout = C::kApart && warp % 2;
   const unsigned hk = h / (unsigned(p.H) / unsigned(p.Hk));
   if (thread == 0) sequence = cuda::sequence(p, b);
   __syncthreads();
   if (first_row >= sequence.Sq) return;
-  const uint32_t base = shared_address(shared), query_at = base + (C::kHeld ? 0 : 2 * 2 * C::kTileBytes);
+  const uint32_t base = shared_address(shared);
   const bool aligned = !C::kGeneral || p.aligned;
 
-  load_tile<Tile, C::kRows>(query_rows<T>(p.q, sequence, h, p.D), first_row, aligned, query_at, thread);
-  load_tile<Tile, C::kRows>(query_rows<T>(p.dout, sequence, h, p.Dv), first_row, aligned, query_at + C::kRowsBytes,
-                            thread);
+  load_tile<Tile, C::kRows>(query_rows<T>(p.q, sequence, h, p.D), first_row, aligned, base, thread);
+  load_tile<Tile, C::kRows>(query_rows<T>(p.dout, sequence, h, p.Dv), first_row, aligned, base + C::kRowsBytes, thread);
   const unsigned first_block = row_block(sequence, h, first_row / kRowBlock);
   const auto* blocks = static_cast<const RowBlock<float>*>(p.rows) + first_block;
   for (unsigned i = thread; i < sizeof(row_blocks) / 16; i += C::kThreads)
@@ -85,18 +113,16 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   cp_async_wait<0>();
   __syncthreads();
 
-  const uint32_t q_lane = query_at + own_rows * Tile::kRowBytes + Tile::lane_b(lane),
-                 dout_lane = q_lane + C::kRowsBytes;
-  uint32_t q[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], dout[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
-  if constexpr (C::kHeld) {
-    unroll<C::kMt>([&](auto m) {
-      unroll<C::kHead / 16>([&](auto d) {
-        load_operand_a<Tile, d, 16 * m>(q[m][d], q_lane);
-        load_operand_a<Tile, d, 16 * m>(dout[m][d], dout_lane);
-      });
+  const uint32_t q_lane = base + own_rows * Tile::kRowBytes + Tile::lane_b(lane), dout_lane = q_lane + C::kRowsBytes;
+  // With kApart one of the two, called q.
+  uint32_t q[C::kMt][C::kHead / 16][4], dout[C::kMt][C::kApart ? 1 : C::kHead / 16][4];
+  unroll<C::kMt>([&](auto m) {
+    unroll<C::kHead / 16>([&](auto d) {
+      load_operand_a<Tile, d, 16 * m>(q[m][d], of_dout ? dout_lane : q_lane);
+      if constexpr (!C::kApart) load_operand_a<Tile, d, 16 * m>(dout[m][d], dout_lane);
     });
-    __syncthreads();
-  }
+  });
+  __syncthreads();
   const RowBlock<float>& rows = row_blocks[own_rows / kRowBlock];
   const int i = own_rows % kRowBlock;
   const Span own = span_of<C::kWarpRows>(rows.ranges + i, first_row + own_rows, sequence.Sq, lane);
@@ -160,11 +186,22 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
         if (!__any_sync(~0u, visible)) continue;
       }
       const uint32_t k_tile = stage + step * Tile::kRowBytes, v_tile = k_tile + C::kTileBytes;
-      float s[C::kMt][C::kNt][4] = {}, ds[C::kMt][C::kNt][4];
-      start_gradients<false, C::kGeneral>(ds, at, lane);
-      multiply_rows<T, Tile, C::kHead, !C::kHeld>(s, q, q_lane, k_tile + Tile::lane_b(lane));
-      multiply_rows<T, Tile, C::kHead, !C::kHeld>(ds, dout, dout_lane, v_tile + Tile::lane_b(lane));
-      to_gradients<T, false, C::kGeneral, C::kOfBias>(s, ds, p, at, hides, visible, lane);
+      float ds[C::kMt][C::kNt][4] = {};
+      if constexpr (C::kApart) {
+        if (of_dout) start_gradients<false, C::kGeneral>(ds, at, lane);
+        multiply_rows<T, Tile, C::kHead, false>(ds, q, 0, (of_dout ? v_tile : k_tile) + Tile::lane_b(lane));
+        constexpr int kWarpBytes = C::kWarpRows * C::kKeys * 4;  // each step has a place of its own
+        const uint32_t traded = base + C::kTradedAt + step * C::kWarpRows * 4 + lane * 16;
+        trade_gradients<T, C>(ds, p, at, of_dout, hides, visible, traded + warp * kWarpBytes,
+                              traded + (warp ^ 1) * kWarpBytes, thread);
+        if constexpr (C::kOfBias) visible &= of_dout ? 0xF0u : 0x0Fu;  // half of the keys each
+      } else {
+        float s[C::kMt][C::kNt][4] = {};
+        start_gradients<false, C::kGeneral>(ds, at, lane);
+        multiply_rows<T, Tile, C::kHead, false>(s, q, 0, k_tile + Tile::lane_b(lane));
+        multiply_rows<T, Tile, C::kHead, false>(ds, dout, 0, v_tile + Tile::lane_b(lane));
+        to_gradients<T, false, C::kGeneral, C::kOfBias>(s, ds, p, at, hides, visible, lane);
+      }
       if constexpr (C::kOfBias) {
         add_bias_gradient<C::kMt, C::kNt>(p.dbias, ds, at, visible, lane);
       } else {
@@ -173,9 +210,10 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
           uint32_t a[C::kMt][4];
 #pragma unroll
           for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], ds[m], n);
-          multiply_columns<T, Tile>(dq, a, k_tile + n * 8 * Tile::kRowBytes + Tile::lane_b(lane));
+          multiply_columns<T, Tile>(dq, a, k_tile + n * 8 * Tile::kRowBytes + Tile::lane_b(lane) + column * 2);
         }
-        if (nonfinite) add_specials<C::kMt, C::kNt>(dq, visible, specials + step * C::kOt, lane);
+        if (nonfinite)
+          add_specials<C::kMt, C::kNt>(dq, visible, specials + step * (C::kHead / 8) + column / 8, lane, C::kHead / 8);
       }
     }
     stage = next;
@@ -184,8 +222,8 @@ __device__ inline void walk_keys(const AttentionBackwardLaunch& p, unsigned b, u
   cp_async_wait<0>();
   __syncthreads();
   if constexpr (!C::kOfBias)
-    store_rows<T, Tile>(dq, float(p.scale), query_rows<T>(p.dq, sequence, h, p.D), first_row + own_rows, 0,
-                        p.aligned_dq, base + own_rows * Tile::kRowBytes, lane);
+    store_rows<T, Tile>(dq, float(p.scale), query_rows<T>(p.dq, sequence, h, p.D), first_row + own_rows, column,
+                        p.aligned_dq, base + own_rows * Tile::kRowBytes + column * 2, lane);
 }
 
 template <class T, class C>

@@ -118,6 +118,38 @@ __device__ inline void start_gradients(float (&dp)[kMt][kNt][4], const GradientP
       [&](int m, int n, int half, int e) { dp[m][n][2 * half + e] = start[row_number<kTransposed>(m, n, half, e)]; });
 }
 
+// q.k becomes the weights, in plain kernels.
+template <bool kTransposed, int kMt, int kNt>
+__device__ inline void to_weights(float (&s)[kMt][kNt][4], const AttentionBackwardLaunch& p, const GradientPlace& at,
+                                  unsigned lane) {
+  float negative_lse[kRowNumbers<kTransposed, kMt, kNt>];
+  row_numbers<kTransposed, kMt, kNt>(negative_lse, at.negative_lse, lane);
+  for_fragment<kMt, kNt>([&](int m, int n, int half, int e) {
+    float& x = s[m][n][2 * half + e];
+    x = exp2_approx(fmaf(x, p.scale_log2, negative_lse[row_number<kTransposed>(m, n, half, e)]));
+  });
+}
+
+// One warp leaves accumulators in shared memory, another reads them: 16 bytes of each lane lie side by side.
+template <int kMt, int kNt>
+__device__ inline void store_accumulators(uint32_t lane_address, const float (&x)[kMt][kNt][4]) {
+  unroll<kMt * kNt>([&](auto i) {
+    const auto& four = x[i / kNt][i % kNt];
+    store_shared_16(lane_address + i * 512, make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                                       __float_as_uint(four[2]), __float_as_uint(four[3])));
+  });
+}
+
+template <int kMt, int kNt>
+__device__ inline void load_accumulators(float (&x)[kMt][kNt][4], uint32_t lane_address) {
+  unroll<kMt * kNt>([&](auto i) {
+    auto& four = x[i / kNt][i % kNt];
+    const uint4 v = load_shared_16(lane_address + i * 512);
+    four[0] = __uint_as_float(v.x), four[1] = __uint_as_float(v.y);
+    four[2] = __uint_as_float(v.z), four[3] = __uint_as_float(v.w);
+  });
+}
+
 // s: q.k becomes the weights, after dropout. dp: dout.v (with !kGeneral, less delta) becomes the gradient of q.k, but
 // for the factor scale (or, with kOfBias, the gradient of the bias). Both are 0 for pairs that `visible` hides (looked
 // at only if `hides`).

@@ -1,14 +1,16 @@
 // What a block of attention_bwd_sm80 does with one tile of queries that lies in shared memory.
 #pragma once
+#include "../prim/warpgroup.cuh"
 #include "attention_bwd_scores.cuh"
 
 namespace mha::cuda {
 
-// What a warp keeps in registers: its keys and values as operands (C::kHeld), and the sums of their gradients.
+// What a warp keeps in registers: its keys and values as operands (C::kHeld), and the sums of their gradients. With
+// C::kApart there is one operand, keys or (C::of_values) values, and one sum, dv or dk, and they are called k and dk.
 template <class C>
 struct WarpKeys {
-  uint32_t k[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], v[C::kMt][C::kHeld ? C::kHead / 16 : 1][4];
-  float dk[C::kMt][C::kOt][4] = {}, dv[C::kMt][C::kOt][4] = {};
+  uint32_t k[C::kMt][C::kHeld ? C::kHead / 16 : 1][4], v[C::kMt][C::kHeld && !C::kApart ? C::kHead / 16 : 1][4];
+  float dk[C::kMt][C::kOt][4] = {}, dv[C::kMt][C::kApart ? 1 : C::kOt][4] = {};
 };
 
 // Keeps the compiler from loading operands of what follows before this point, for which registers are short.
@@ -62,8 +64,13 @@ __device__ inline void add_query_specials(WarpKeys<C>& own, const QueryTile& til
   const uint16_t* specials =
       reinterpret_cast<const uint16_t*>(shared + C::specials_at(tile.stage - shared_address(shared))) + step * kChunks +
       C::column(thread) / 8;
-  add_specials<C::kMt, 2>(own.dv, visible, specials + C::kSpecials, thread % 32, kChunks);
-  add_specials<C::kMt, 2>(own.dk, visible, specials, thread % 32, kChunks);
+  if constexpr (C::kApart) {
+    add_specials<C::kMt, 2>(own.dk, visible, specials + (C::of_values(thread) ? 0 : C::kSpecials), thread % 32,
+                            kChunks);
+  } else {
+    add_specials<C::kMt, 2>(own.dv, visible, specials + C::kSpecials, thread % 32, kChunks);
+    add_specials<C::kMt, 2>(own.dk, visible, specials, thread % 32, kChunks);
+  }
 }
 
 // Packed scores (keys down) of 16 queries, from a chunk of 8 on, into a tile of shared memory whose rows are keys, kRow
@@ -86,12 +93,11 @@ __device__ inline uint32_t transposed_lane(uint32_t tile, int key, unsigned lane
 // address of those queries; gradient_lane: of dS^T.
 template <class T, class C, class Place, class Walk>
 __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaunch& p, const QueryTile& tile, int step,
-                                   bool edge, const Place& place, const Walk& walk, uint32_t k_tile,
-                                   uint32_t query_lane, uint32_t gradient_lane) {
+                                   bool edge, const Place& place, const Walk& walk, uint32_t query_lane,
+                                   uint32_t gradient_lane) {
   using Tile = TileSm80<T, C::kHead, C::kThreads>;
   const unsigned thread = thread_index(), lane = thread % 32;
-  const unsigned own_keys = C::own_keys(thread), column = C::column(thread);
-  const int key = C::kGeneral || edge ? place.first_key + int(own_keys) : 0;  // otherwise not looked at
+  const int key = C::kGeneral || edge ? place.first_key + int(C::own_keys(thread)) : 0;  // otherwise not looked at
   const GradientPlace at = gradient_place<C>(tile, step, key);
   uint32_t visible = ~0u, a[C::kMt][4] = {};
   bool seen = !edge || any_seen<C, 16>(at, lane);
@@ -101,24 +107,66 @@ __device__ inline void add_queries(WarpKeys<C>& own, const AttentionBackwardLaun
     seen = __any_sync(~0u, visible);
   }
   if (seen) {
-    const uint32_t k_lane = k_tile + own_keys * Tile::kRowBytes + Tile::lane_b(lane);
     float s[C::kMt][2][4] = {}, ds[C::kMt][2][4];
     start_gradients<true, C::kGeneral>(ds, at, lane);
-    multiply_rows<T, Tile, C::kHead, !C::kHeld>(s, own.k, k_lane, query_lane);
+    multiply_rows<T, Tile, C::kHead, false>(s, own.k, 0, query_lane);
     if (C::kGeneral || edge) no_loads_ahead();
-    multiply_rows<T, Tile, C::kHead, !C::kHeld, C::kKeys, C::kQueries>(ds, own.v, k_lane, query_lane);
+    multiply_rows<T, Tile, C::kHead, false, 0, C::kQueries>(ds, own.v, 0, query_lane);
     to_gradients<T, true, C::kGeneral, false>(s, ds, p, at, C::kGeneral, visible, lane);
     if (!C::kGeneral && edge) hide_outside_transposed(at, lane, s, ds);
-    const uint32_t b_lane = Tile::at_step(query_lane, column / 16);
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], s[m], 0);
-    multiply_columns<T, Tile, C::kQueries>(own.dv, a, b_lane);
+    multiply_columns<T, Tile, C::kQueries>(own.dv, a, query_lane);
 #pragma unroll
     for (int m = 0; m < C::kMt; ++m) pack_operand<T>(a[m], ds[m], 0);
-    multiply_columns<T, Tile>(own.dk, a, b_lane);
+    multiply_columns<T, Tile>(own.dk, a, query_lane);
     if (C::kGeneral && edge && walk.nonfinite) add_query_specials(own, tile, step, visible, thread);
   }
   if constexpr (C::kQueryGradient) store_transposed<TileSm80<T, C::kQueries, C::kThreads>>(gradient_lane, step / 8, a);
+}
+
+// The same where two warps share the keys (C::kApart). handed_lane: where they hand over this step's scores.
+template <class T, class C, class Place, class Walk>
+__device__ inline void add_queries_apart(WarpKeys<C>& own, const AttentionBackwardLaunch& p, const QueryTile& tile,
+                                         int step, bool edge, const Place& place, const Walk& walk, uint32_t query_lane,
+                                         uint32_t handed_lane) {
+  using Tile = TileSm80<T, C::kHead, C::kThreads>;
+  const unsigned thread = thread_index(), lane = thread % 32;
+  const bool of_values = C::of_values(thread);
+  const int key = C::kGeneral || edge ? place.first_key + int(C::own_keys(thread)) : 0;  // otherwise not looked at
+  const GradientPlace at = gradient_place<C>(tile, step, key);
+  uint32_t visible = ~0u, a[1][4];
+  if (edge && !any_seen<C, 16>(at, lane)) return;
+  if constexpr (C::kGeneral) {
+    visible = tile.elementwise ? visible_pairs<1, 2, true, false>(p.mask, at, lane)
+                               : visible_pairs<1, 2, true, true>(p.mask, at, lane);
+    if (!__any_sync(~0u, visible)) return;
+  }
+  float x[1][2][4] = {};
+  if (of_values) start_gradients<true, C::kGeneral>(x, at, lane);
+  multiply_rows<T, Tile, C::kHead, false>(x, own.k, 0, query_lane + (of_values ? C::kTileBytes : 0));
+  if (!of_values) {
+    if constexpr (!C::kGeneral) to_weights<true>(x, p, at, lane);
+    store_accumulators(handed_lane, x);
+  }
+  named_barrier<64>(1 + thread / 64);
+  float s[1][2][4];
+  if (of_values) load_accumulators(s, handed_lane);
+  if constexpr (C::kGeneral) {
+    if (of_values) {
+      to_gradients<T, true, true, false>(s, x, p, at, true, visible, lane);
+    } else {
+      float unused[1][2][4] = {};
+      to_gradients<T, true, true, false>(x, unused, p, at, true, visible, lane);
+    }
+  } else {
+    if (of_values)
+      for_fragment<1, 2>([&](int m, int n, int half, int e) { x[m][n][2 * half + e] *= s[m][n][2 * half + e]; });
+    if (edge) hide_outside_transposed(at, lane, x);
+  }
+  pack_operand<T>(a[0], x[0], 0);
+  multiply_columns<T, Tile>(own.dk, a, query_lane + (of_values ? 0 : C::kTileBytes));
+  if (C::kGeneral && edge && walk.nonfinite) add_query_specials(own, tile, step, visible, thread);
 }
 
 // P^T and dS^T of the warp's keys and of kSteps * 16 queries from `first` on, packed. Returns false, and leaves them
@@ -192,12 +240,22 @@ __device__ inline void add_queries_in_pairs(WarpKeys<C>& own, const AttentionBac
   }
 }
 
-// All queries of a tile.
+// All queries of a tile. base: of shared memory.
 template <class T, class C, class Place, class Walk>
 __device__ inline void add_tile(WarpKeys<C>& own, const AttentionBackwardLaunch& p, const QueryTile& tile, bool edge,
-                                const Place& place, const Walk& walk, uint32_t k_tile, uint32_t gradient_tile) {
+                                const Place& place, const Walk& walk, uint32_t k_tile, uint32_t base) {
+  const uint32_t gradient_tile = base + C::kGradientAt;
   if constexpr (C::kPairs) {
     add_queries_in_pairs<T, C>(own, p, tile, edge, place, k_tile, gradient_tile);
+  } else if constexpr (C::kApart) {
+    using Tile = TileSm80<T, C::kHead, C::kThreads>;
+    const unsigned thread = thread_index();
+    const uint32_t query_lane = tile.stage + Tile::lane_b(thread % 32),
+                   handed_lane = base + C::kHandedAt + C::own_keys(thread) * C::kQueries * 4 + thread % 32 * 16;
+#pragma unroll 1
+    for (int step = 0; step < C::kQueries; step += 16)  // each has a place of its own, free again at the next tile
+      add_queries_apart<T, C>(own, p, tile, step, edge, place, walk, query_lane + step * Tile::kRowBytes,
+                              handed_lane + step * C::kWarpKeys * 4);
   } else {
     using Tile = TileSm80<T, C::kHead, C::kThreads>;
     const unsigned thread = thread_index();
@@ -208,8 +266,7 @@ __device__ inline void add_tile(WarpKeys<C>& own, const AttentionBackwardLaunch&
           transposed_lane<TileSm80<T, C::kQueries, C::kThreads>>(gradient_tile, C::own_keys(thread), thread % 32);
 #pragma unroll 1
     for (int step = 0; step < C::kQueries; step += 16)
-      add_queries<T, C>(own, p, tile, step, edge, place, walk, k_tile, query_lane + step * Tile::kRowBytes,
-                        gradient_lane);
+      add_queries<T, C>(own, p, tile, step, edge, place, walk, query_lane + step * Tile::kRowBytes, gradient_lane);
     if (C::kQueryGradient) __syncthreads();
   }
   if constexpr (!C::kGeneral) {

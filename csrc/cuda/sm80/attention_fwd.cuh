@@ -28,14 +28,16 @@ struct ForwardSm80 {
   static constexpr int kHead = kHead_;
   static constexpr bool kGeneral = kGeneral_, kSmall = kSmall_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kMt = kHead <= 128 ? 2 : 1;  // 16-row tiles per warp
+  // With half of the rows, general kernels have registers for their queries, which then need no shared memory.
+  static constexpr bool kNarrow = kGeneral && kSmall && kHead == 128;
+  static constexpr int kMt = kHead <= 128 && !kNarrow ? 2 : 1;  // 16-row tiles per warp
   static constexpr int kRows = 16 * kMt, kBlockM = kRows * kWarps;
+  static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128) || kNarrow;
   // So many keys as leave room for the queries, where these stay in shared memory.
-  static constexpr int kBlockN = (kHead <= 64 ? 128 : kHead < (kGeneral ? 128 : 129) ? 64 : 32) / (kSmall ? 2 : 1);
-  static constexpr int kStep = kHead == 128 ? 16 : 32, kNt = kStep / 8;
+  static constexpr int kBlockN = (kHead <= 64 ? 128 : kHead <= 128 && kQueryInRegisters ? 64 : 32) / (kSmall ? 2 : 1);
+  static constexpr int kStep = kHead == 128 && !kNarrow ? 16 : 32, kNt = kStep / 8;
   static constexpr int kOt = kHead / 8;
   static constexpr int kUnroll = !kGeneral && (kHead <= 64 || kHead == 128) ? 4 : 1;
-  static constexpr bool kQueryInRegisters = !(kGeneral && kHead >= 128);
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileBytes = kBlockN * kHead * 2, kQueryBytes = kBlockM * kHead * 2;
   // Two stages of a key and a value tile. A query tile that goes to registers is staged in the second stage or, if it
