@@ -151,9 +151,8 @@ def as_4d(x: Tensor, name: str, B: int, H: int, Sq: int, Sk: int) -> Tensor:
 
 
 def _shape_refusal(shape: Sequence[int], name: str, B: int, H: int, Sq: int, Sk: int) -> str:
-    fits_scores = len(shape) >= 2 and shape[-2] in (1, Sq) and shape[-1] in (1, Sk)
     fixes = []
-    if len(shape) == 3 and fits_scores:
+    if len(shape) == 3 and shape[1] in (1, Sq) and shape[2] in (1, Sk):
         if shape[0] == B:
             fixes.append(f"{name}[:, None] for one per batch element")
         if shape[0] == H or shape[0] == 1:

@@ -282,6 +282,10 @@ def test_numbers_of_numpy():
     out = mha_ext.attention(q, q, q, scale=0.5)
     for scale in (numpy.float32(0.5), numpy.float64(0.5)):
         assert torch.equal(mha_ext.attention(q, q, q, scale=scale), out)
+    with pytest.raises(ValueError, match="scale is an int beyond the largest float; accepted: a number"):
+        mha_ext.attention(q, q, q, scale=10**400)
+    with pytest.raises(ValueError, match="pre_mix has a tensor on meta but the queries are on cpu"):
+        mha_ext.attention(q, q, q, pre_mix=torch.eye(H, device="meta"))
     assert mha_ext.split_heads(x3, numpy.int64(H)).shape == (B, H, S, D)
 
 
