@@ -326,7 +326,8 @@ def whole(x: Any) -> int | None:
 def at_least(least: int, x: Any) -> int | None:
     """x if it is a whole number from least on that the ops and tensors hold; else None."""
     n = whole(x)
-    return n if n is not None and least <= n < 2**63 else None
+    bounded = isinstance(x, torch.SymInt) or torch.compiler.is_compiling()  # what is symbolic
+    return n if n is not None and n >= least and (bounded or n < 2**63) else None
 
 
 def scale(x: Any) -> float:

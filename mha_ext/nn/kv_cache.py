@@ -192,7 +192,9 @@ class KVCache(torch.nn.Module):
         if isinstance(lengths, int) and not isinstance(lengths, bool):
             if lengths < 0:
                 raise ValueError(f"lengths is {lengths}; truncate() accepts numbers >= 0: the positions that stay.")
-            shorter = self.lengths.clamp(max=min(lengths, torch.iinfo(torch.int64).max))
+            if _checks.at_least(0, lengths) is None:
+                return  # nothing is as long
+            shorter = self.lengths.clamp(max=lengths)
         else:
             lengths = per_sequence(self, lengths, "lengths")
             in_range(lengths, 0, None, "lengths", "numbers >= 0: the positions that stay")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import multiprocessing
 import threading
 
 import cases
@@ -231,8 +233,7 @@ def test_checkpointed_parts_draw_the_same_again_or_say_so(reentrant):
     checkpointed(x).square().sum().backward()  # of the whole, from the same seed
 
 
-def test_threads_of_autograd_are_where_backward_was_called():
-    """On a GPU backward runs in threads of autograd's, which know of their caller's part only by what torch hands on."""
+def places_in_nested_backwards():
     caller, places = threading.get_ident(), []
 
     class Nested(torch.autograd.Function):
@@ -251,7 +252,14 @@ def test_threads_of_autograd_are_where_backward_was_called():
 
     with mha_ext.dropout_part(batch=3, head=2):
         Nested.apply(torch.ones(1, requires_grad=True)).sum().backward()
-    assert places == [[3, 2, 0, 0]]
+    return places
+
+
+def test_threads_of_autograd_are_where_backward_was_called():
+    """On a GPU backward runs in threads of autograd's, which know of their caller's part only by what torch hands on."""
+    # In a process of its own: one with such threads can't fork any more.
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        assert alone.submit(places_in_nested_backwards).result() == [[3, 2, 0, 0]]
 
 
 @distributed
