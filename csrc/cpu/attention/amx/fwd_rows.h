@@ -221,6 +221,7 @@ class AmxRows : protected AmxScores<N> {
     const float* sinks = static_cast<const float*>(p_.sinks);
     const int rows = std::min(16, s_.block->rows - first);
     const int64_t head = s_.block->head[first];
+    const float sink = sinks ? sinks[head] : -kInf;
     const int64_t at = s_.block->b * p_.rows_stride_b + head * p_.rows_stride_h + s_.block->query[first];
     float* const lse = static_cast<float*>(p_.lse) + at;
     float* const lse_rest = p_.lse_rest ? static_cast<float*>(p_.lse_rest) + at : nullptr;
@@ -234,8 +235,8 @@ class AmxRows : protected AmxScores<N> {
     float one[16];
     store(one, sum);
     for (int r = 0; r < rows; ++r) {
-      if (!sinks && (plain.m >> r & 1)) continue;
-      const FinishedRow<float> finished = finish(first + r, one[r], sinks ? sinks[head] : -kInf);
+      if (sink == -kInf && (plain.m >> r & 1)) continue;  // one of -inf is none, to the bit
+      const FinishedRow<float> finished = finish(first + r, one[r], sink);
       lse[r] = finished.lse, inverse[r] = finished.inverse;
       if (lse_rest) lse_rest[r] = finished.lse_rest;
     }
