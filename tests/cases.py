@@ -269,6 +269,18 @@ def build_bias(kind: str, c: Case, gen: torch.Generator, device="cpu"):
     return surrounded(values).requires_grad_()
 
 
+class Gaussian(biases.Bias):
+    """A user's own."""
+
+    tensors = ("width",)
+
+    def __init__(self, width):
+        self.width = width
+
+    def of_distance(self, distance):
+        return -((distance / self.width[:, None]) ** 2)
+
+
 RELATIVE = ("alibi", "t5", "t5_causal")
 
 

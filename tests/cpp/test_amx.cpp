@@ -309,12 +309,13 @@ bool product_of_ones() {
   return true;
 }
 
-// A problem of equal numbers: forward and backward of the kernels on one thread.
+// A problem of equal numbers: forward, or that and backward, of the kernels on one thread.
 struct EqualNumbers {
   static constexpr int64_t kRows = 70, kSize = 2 * kRows * 40;
   std::vector<uint16_t> in, out = std::vector<uint16_t>(4 * kSize), bias;
   std::vector<float> lse = std::vector<float>(2 * kRows), dbias = std::vector<float>(2 * kRows * kRows);
   mha::AttentionProblem p;
+  const Kernels& kernels = mha::cpu::kernels_for("amx");
 
   EqualNumbers(DType dtype, naive::FloatFormat format)
       : in(kSize, naive::encode(0.5, format)), bias(2 * kRows * kRows, naive::encode(0.25, format)) {
@@ -326,16 +327,18 @@ struct EqualNumbers {
   static mha::Tensor4 square(void* data) { return {data, {2 * kRows * kRows, kRows * kRows, kRows, 1}}; }
   void add_bias() { p.bias = square(bias.data()), p.bias_dtype = p.dtype; }
 
-  void run() {
-    const Kernels& kernels = mha::cpu::kernels_for("amx");
+  void run_forward() {
     mha::AttentionForward forward;
     static_cast<mha::AttentionProblem&>(forward) = p;
     forward.out = tensor(out.data()), forward.lse = lse.data();
     Workspace space(kernels.attention_fwd_workspace(forward, 1));
     kernels.attention_fwd(forward, threads(1), space.data.get());
+  }
+  void run() {
+    run_forward();
     mha::AttentionBackward backward;
     static_cast<mha::AttentionProblem&>(backward) = p;
-    backward.out = forward.out, backward.dout = tensor(in.data()), backward.lse = lse.data();
+    backward.out = tensor(out.data()), backward.dout = tensor(in.data()), backward.lse = lse.data();
     backward.dq = tensor(&out[kSize]), backward.dk = tensor(&out[2 * kSize]), backward.dv = tensor(&out[3 * kSize]);
     if (p.bias.data) backward.dbias = square(dbias.data());
     Workspace more(kernels.attention_bwd_workspace(backward, 1));
@@ -347,13 +350,9 @@ struct EqualNumbers {
 void tiles_of_few_rows() {
   for (int64_t rows = 1; rows <= 9; ++rows) {
     EqualNumbers numbers(DType::bf16, naive::kBf16);
-    mha::AttentionForward forward;
-    static_cast<mha::AttentionProblem&>(forward) = numbers.p;
-    forward.Sq = rows, forward.out = EqualNumbers::tensor(numbers.out.data()), forward.lse = numbers.lse.data();
-    const Kernels& kernels = mha::cpu::kernels_for("amx");
-    Workspace space(kernels.attention_fwd_workspace(forward, 1));
+    numbers.p.Sq = rows;
     const amx_emulator::Counts before = amx_emulator::counts();
-    kernels.attention_fwd(forward, threads(1), space.data.get());
+    numbers.run_forward();
     const int64_t products = amx_emulator::counts().products - before.products;
     // Of two heads: 5 times 16 keys in 2 steps; 3 times 32 keys and 4 times 16 columns.
     if (amx_emulator::emulated() && rows <= 8) check(products == 2 * (5 * 2 + 3 * 4), "tiles of few rows");

@@ -138,7 +138,7 @@ def test_biases(processes, bias):
 
 
 class Ends(masks.Mask):
-    """A user's own, without a __repr__, as the bias below."""
+    """A user's own, without a __repr__, as cases.Gaussian."""
 
     tensors = ("ends",)
 
@@ -149,22 +149,12 @@ class Ends(masks.Mask):
         return masks.MaskArgs(end=self.ends[:, None] + self.more)
 
 
-class Gaussian(biases.Bias):
-    tensors = ("width",)
-
-    def __init__(self, width):
-        self.width = width
-
-    def of_distance(self, distance):
-        return -((distance / self.width[:, None]) ** 2)
-
-
 def of_ones_own():
     from mha_ext.distributed import ring_attention
 
     q, k, v = cases.randn(cases.generator(0), 3, B, H, 10, D, dtype=torch.float64)
     mine = slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
-    options = {"mask": Ends(torch.tensor([3, 7]), 1) & masks.Causal(), "bias": Gaussian(torch.arange(1.0, H + 1).double())}
+    options = {"mask": Ends(torch.tensor([3, 7]), 1) & masks.Causal(), "bias": cases.Gaussian(torch.arange(1.0, H + 1).double())}
     out = ring_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], **options)
     torch.testing.assert_close(out, mha_ext.attention(q, k, v, **options)[:, :, mine], rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match=r"differ in mask \(Ends\(ends=\[2\], more=[01]\) here, something else"):

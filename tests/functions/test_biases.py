@@ -69,15 +69,6 @@ def test_to_dense_is_the_definition(kind, Sq, Sk):
 def test_clipped_sums_and_biases_of_ones_own_are_their_definitions(Sq, Sk):
     table, slopes, width = torch.randn(2, 5).requires_grad_(), torch.rand(2).requires_grad_(), torch.rand(2).requires_grad_()
 
-    class Gaussian(biases.Bias):
-        tensors = ("width",)
-
-        def __init__(self, width):
-            self.width = width
-
-        def of_distance(self, distance):
-            return -((distance / self.width[:, None]) ** 2)
-
     distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - (Sk - Sq)
     clipped = torch.stack([row[distance.clamp(-2, 2) + 2] for row in table])
     own = -((distance / width[:, None, None]) ** 2)
@@ -85,8 +76,8 @@ def test_clipped_sums_and_biases_of_ones_own_are_their_definitions(Sq, Sk):
     q, k = torch.randn(3, 2, Sq, 8), torch.randn(3, 2, Sk, 8)
     for bias, dense, parameters in (
         (biases.ClippedRelative(table), clipped, [table]),
-        (Gaussian(width), own, [width]),
-        (biases.ClippedRelative(table) + biases.ALiBi(slopes) + Gaussian(width), clipped + alibi + own, [table, slopes, width]),
+        (cases.Gaussian(width), own, [width]),
+        (biases.ClippedRelative(table) + biases.ALiBi(slopes) + cases.Gaussian(width), clipped + alibi + own, [table, slopes, width]),
     ):
         torch.testing.assert_close(bias.to_dense(Sq, Sk), dense)
         got, expected = (mha_ext.attention(q, k, k, bias=x, mask=masks.Causal()) for x in (bias, dense[None]))

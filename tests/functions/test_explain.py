@@ -395,17 +395,15 @@ def test_the_band_is_that_of_the_mask(mask, Sq, Sk):
     assert (low is None) == ("Window(None" in repr(mask) or "Window" not in repr(mask)) and (high is None) == (repr(mask) == "Window(3, None)")
 
 
-@pytest.mark.parametrize(
-    "bias,same", [(torch.zeros(2, 8, 256, 256), True), (torch.zeros(256, 256), False), (torch.zeros(1, 8, 1, 1), False), (biases.ALiBi(torch.ones(8)), False)],
-    ids=["of each head", "of all", "of rows and keys", "relative"],
-)  # fmt: skip
-def test_a_learned_bias_that_heads_share_is_planned_for(bias, same):
+LEARNED = {"of each head": torch.zeros(2, 8, 256, 256), "of all": torch.zeros(256, 256), "of no pairs": torch.zeros(1, 8, 1, 1), "relative": torch.ones(8)}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_learned_bias_that_heads_share_is_planned_for(name):
     """Heads that add to one gradient take turns, or are one thread's."""
-    q, k, v = qkv(B=2, H=8, Hk=8, Sq=256, Sk=256)
-    plain = explain(q, k, v, bias=bias)
-    (bias.slopes if isinstance(bias, biases.ALiBi) else bias).requires_grad_()
-    learned = explain(q, k, v, bias=bias)
-    assert (learned.efficiency == plain.efficiency and learned.tasks == plain.tasks) == same
+    (q, k, v), given = qkv(B=2, H=8, Hk=8, Sq=256, Sk=256), LEARNED[name]
+    plain, learned = (explain(q, k, v, bias=biases.ALiBi(x) if name == "relative" else x) for x in (given, given.clone().requires_grad_()))
+    assert (learned.efficiency == plain.efficiency and learned.tasks == plain.tasks) == (name == "of each head")
     assert all(0 < x <= 1 for both in learned.efficiency.values() for x in both) and "?" not in str(learned)
     assert learned.tasks[0] == plain.tasks[0] and learned.efficiency[64][1] <= plain.efficiency[64][1]
 

@@ -2,8 +2,7 @@
 //
 //   S^T = K Q^T: 16 keys are rows of A, as they lie in memory; all rows of the block are columns. Keys of int8 are
 //                multiplied as they are, exactly, with three planes of the queries; those of e4m3 become bf16
-//   O = P V:     two rows of values are interleaved to pairs; the weights are two planes of bf16, as rows of A, of
-//   which
+//   O = P V:     two rows of values are interleaved to pairs; weights are two planes of bf16, as rows of A, of which
 //                there are enough: so their rounding is no more than a float's products make
 //
 // Scores are turned to [row][key] on the way, so that no lane of the softmax is idle, and a row's mask is 64 bits. What
